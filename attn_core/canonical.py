@@ -1,0 +1,247 @@
+"""The one form in which kernels read a problem, and the way back to the caller's layout and rank.
+
+Everything a caller may say in several ways (layout, rank, alignment, masks of either sense) is said here in one
+way: tensors ``[batch, heads, tokens, width]``, masks of rank 4 on the device of the query, positions as an offset.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_core.maths.heads import merge_heads, split_heads
+from attn_core.maths.masks import allowed_pairs, key_positions, query_positions, rows_of
+from attn_core.maths.scores import alibi_distances
+from attn_core.numerics import compute_dtype
+from attn_core.problem import AttentionOptions, AttentionProblem, Dims
+from attn_core.validate import dims_of
+
+_MASK_BLOCK_PAIRS = 2**24
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CanonicalProblem:
+    """A checked problem as kernels read it.
+
+    query ``[batch, num_heads, seq_len_q, head_dim]``, key and value with ``num_kv_heads`` and ``seq_len_kv``; masks
+    and bias of rank 4, broadcastable to ``[batch, num_heads, seq_len_q, seq_len_kv]``; ``query_offset`` a number or
+    ``[batch or 1]``; slopes and sinks ``[num_heads]`` in the compute dtype.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    dims: Dims
+    outputs: tuple[str, ...]
+    scale: float
+    softcap: float | None = None
+    causal: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    query_offset: Tensor | int = 0
+    key_lengths: Tensor | None = None
+    query_lengths: Tensor | None = None
+    allow_mask: Tensor | None = None
+    block_mask: Tensor | None = None
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    select_heads: tuple[int, ...] | None = None
+    select_rows: tuple[int, ...] | None = None
+    top_k: int | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.query.device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return compute_dtype(self.query.dtype)
+
+    @property
+    def has_pair_masks(self) -> bool:
+        """Whether a tensor of the caller decides about single pairs."""
+        return self.allow_mask is not None or self.block_mask is not None or self.bias is not None
+
+    @property
+    def forbids_nothing(self) -> bool:
+        """Whether every query may attend every key, told from metadata."""
+        return not (
+            self.causal
+            or self.window_left is not None
+            or self.window_right is not None
+            or self.key_lengths is not None
+            or self.query_lengths is not None
+            or self.has_pair_masks
+        )
+
+    @property
+    def is_square_causal(self) -> bool:
+        """Whether the lower triangle from the first corner is the only mask."""
+        return (
+            self.causal
+            and isinstance(self.query_offset, int)
+            and self.query_offset == 0
+            and self.dims.seq_len_q == self.dims.seq_len_kv
+            and self.window_left is None
+            and self.window_right is None
+            and self.key_lengths is None
+            and self.query_lengths is None
+            and not self.has_pair_masks
+        )
+
+    def all_rows(self) -> Tensor:
+        return torch.arange(self.dims.seq_len_q, device=self.device)
+
+    def positions(self, rows: Tensor) -> Tensor:
+        """p(i) of the listed queries, ``[1 or batch, 1, rows, 1]``."""
+        return query_positions(rows, self.query_offset)
+
+    def allowed(self, rows: Tensor) -> Tensor | None:
+        """Which keys the listed queries may attend; None when all."""
+        whole = rows.numel() == self.dims.seq_len_q
+        at = slice(None) if whole and self.select_rows is None else rows
+        return allowed_pairs(
+            rows=rows,
+            seq_len_kv=self.dims.seq_len_kv,
+            query_offset=self.query_offset,
+            causal=self.causal,
+            window_left=self.window_left,
+            window_right=self.window_right,
+            key_lengths=self.key_lengths,
+            query_lengths=self.query_lengths,
+            allow_mask=rows_of(self.allow_mask, at),
+            block_mask=rows_of(self.block_mask, at),
+            bias=rows_of(self.bias, at),
+        )
+
+    def row_blocks(self, pairs_per_block: int) -> list[Tensor]:
+        """All rows, cut so that a block has about ``pairs_per_block`` pairs; depends on the problem alone."""
+        dims = self.dims
+        per_row = max(1, dims.batch * dims.num_heads * dims.seq_len_kv)
+        every, size = self.all_rows(), max(16, pairs_per_block // per_row)
+        return [every[start : start + size] for start in range(0, every.numel(), size)]
+
+    def empty_rows(self) -> Tensor:
+        """Which rows may attend no key, padded queries not counted: bool ``[batch, num_heads, seq_len_q]``.
+
+        Decided by masks, lengths, causal, window and -inf in bias alone.
+        """
+        dims = self.dims
+        shape = (dims.batch, dims.num_heads, dims.seq_len_q)
+        rows = self.all_rows()
+        if self.has_pair_masks and dims.seq_len_kv:
+            parts = []
+            for block in self.row_blocks(_MASK_BLOCK_PAIRS):
+                allowed = self.allowed(block)
+                assert allowed is not None
+                part = ~allowed.any(dim=-1)
+                parts.append(part.expand(dims.batch, dims.num_heads, block.numel()))
+            empty = torch.cat(parts, dim=-1)
+        else:
+            # The keys of a row are one run: it is empty when it ends before it begins.
+            positions = self.positions(rows)
+            first = torch.zeros_like(positions)
+            end = torch.full_like(positions, dims.seq_len_kv)
+            if self.key_lengths is not None:
+                end = torch.minimum(end, self.key_lengths.view(-1, 1, 1, 1))
+            if self.causal:
+                end = torch.minimum(end, positions + 1)
+            if self.window_left is not None:
+                first = torch.maximum(first, positions - min(self.window_left, 2**54))
+            if self.window_right is not None:
+                end = torch.minimum(end, positions + min(self.window_right, 2**54) + 1)
+            empty = (first >= end).squeeze(-1).expand(shape)
+        return empty if self.query_lengths is None else empty & self.counted_rows()
+
+    def counted_rows(self) -> Tensor:
+        """Which queries are not padding: bool ``[batch or 1, 1, seq_len_q]``."""
+        rows = self.all_rows().view(1, 1, -1)
+        if self.query_lengths is None:
+            return torch.ones_like(rows, dtype=torch.bool)
+        return rows < self.query_lengths.view(-1, 1, 1)
+
+    def alibi(self, rows: Tensor) -> Tensor | None:
+        if self.alibi_slopes is None:
+            return None
+        keys = key_positions(self.dims.seq_len_kv, self.device)
+        return alibi_distances(self.alibi_slopes, self.positions(rows), keys)
+
+
+def canonicalize(problem: AttentionProblem) -> CanonicalProblem:
+    """The problem in canonical form; query, key and value stay views of the caller's memory where strides allow."""
+    options, dims = problem.options, dims_of(problem)
+    device = problem.query.device
+    query = _to_bhtd(problem.query, options, dims.num_heads)
+    if problem.key is None or problem.value is None:
+        key = value = query
+    else:
+        key = _to_bhtd(problem.key, options, dims.num_kv_heads)
+        value = _to_bhtd(problem.value, options, dims.num_kv_heads)
+    arithmetic = compute_dtype(query.dtype)
+    key_lengths = _to_index(problem.key_lengths, device)
+    query_lengths = _to_index(problem.query_lengths, device)
+    offset: Tensor | int = 0
+    if problem.query_offset is not None:
+        offset = _to_index(problem.query_offset, device)  # type: ignore[assignment]
+    elif options.causal == "lower_right":
+        last: Tensor | int = dims.seq_len_kv if key_lengths is None else key_lengths
+        offset = last - (dims.seq_len_q if query_lengths is None else query_lengths)
+    causal = options.causal is not False
+    if causal and isinstance(offset, int) and offset >= dims.seq_len_kv - 1:
+        # One query at the end of its keys sees them all: the case of decoding needs no mask.
+        causal = False
+    return CanonicalProblem(
+        query=query,
+        key=key,
+        value=value,
+        dims=dims,
+        outputs=options.outputs,
+        scale=1.0 / math.sqrt(dims.head_dim) if options.scale is None else float(options.scale),
+        softcap=None if options.softcap is None else float(options.softcap),
+        causal=causal,
+        window_left=options.window_left,
+        window_right=options.window_right,
+        query_offset=offset,
+        key_lengths=key_lengths,
+        query_lengths=query_lengths,
+        allow_mask=_to_rank_4(problem.allow_mask, device),
+        block_mask=_to_rank_4(problem.block_mask, device),
+        bias=_to_rank_4(problem.bias, device),
+        alibi_slopes=None if problem.alibi_slopes is None else problem.alibi_slopes.to(device, arithmetic),
+        sinks=None if problem.sinks is None else problem.sinks.to(device, arithmetic),
+        select_heads=options.select_heads,
+        select_rows=options.select_rows,
+        top_k=options.top_k,
+    )
+
+
+def to_callers_form(name: str, tensor: Tensor, problem: AttentionProblem) -> Tensor:
+    """An output of a kernel in the caller's layout and rank, contiguous."""
+    if problem.options.layout == "bhtd":
+        for _ in range(4 - problem.query.ndim):
+            tensor = tensor.squeeze(0)
+    elif name == "context":
+        tensor = merge_heads(tensor) if problem.options.layout == "btd" else tensor.transpose(1, 2)
+    return tensor.contiguous()
+
+
+def _to_bhtd(tensor: Tensor, options: AttentionOptions, num_heads: int) -> Tensor:
+    if options.layout == "btd":
+        return split_heads(tensor.contiguous(), num_heads)
+    if options.layout == "bthd":
+        return tensor.transpose(1, 2)
+    return tensor.view((1,) * (4 - tensor.ndim) + tuple(tensor.shape)) if tensor.ndim < 4 else tensor
+
+
+def _to_index(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device, torch.int64)
+
+
+def _to_rank_4(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    if tensor is None:
+        return None
+    return tensor.to(device).reshape((1,) * (4 - tensor.ndim) + tuple(tensor.shape))

@@ -1,0 +1,118 @@
+"""What a problem costs on a kernel: flops, bytes moved, peak bytes. Metadata only; an estimate below the truth is a bug."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from attn_core.canonical import CanonicalProblem
+from attn_core.kernels import fused, manual
+from attn_core.kernels.output import named_outputs, output_dtype, output_shape
+from attn_core.problem import WeightedSumProblem
+
+FIXED_BYTES = 2**20
+"""What any call takes besides: the scratch of the kernel's threads, small tensors, rounding of the allocator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """``peak_bytes`` counts inputs, outputs and everything alive between them at once."""
+
+    flops: int
+    bytes_moved: int
+    peak_bytes: int
+    output_bytes: int
+
+
+def attention_flops(problem: CanonicalProblem) -> int:
+    """2 B H T S (D + V): whole products, nothing off for masks."""
+    dims = problem.dims
+    return 2 * dims.num_pairs * (dims.head_dim + dims.head_dim_v)
+
+
+def attention_cost(problem: CanonicalProblem, path: str) -> Cost:
+    """The cost of a canonical problem on one of the kernels."""
+    inputs = _input_bytes(problem)
+    outputs = sum(
+        math.prod(output_shape(problem, name)) * output_dtype(problem, name).itemsize for name in named_outputs(problem)
+    )
+    scratch = _fused_scratch(problem) if path == "fused" else _manual_scratch(problem)
+    return Cost(
+        flops=attention_flops(problem),
+        bytes_moved=inputs + outputs,
+        peak_bytes=inputs + outputs + scratch + FIXED_BYTES,
+        output_bytes=outputs,
+    )
+
+
+def weighted_sum_cost(problem: WeightedSumProblem) -> Cost:
+    weights, value = problem.weights, problem.value
+    rows = weights.numel() // max(1, weights.shape[-1])
+    width = value.shape[-1]
+    inputs = weights.nbytes + value.nbytes
+    output_bytes = rows * width * weights.dtype.itemsize
+    scratch = rows * width * 4
+    if weights.dtype in (torch.float16, torch.bfloat16):
+        scratch += 4 * (weights.numel() + value.numel())
+    return Cost(
+        flops=2 * weights.numel() * width,
+        bytes_moved=inputs + output_bytes,
+        peak_bytes=inputs + output_bytes + scratch + FIXED_BYTES,
+        output_bytes=output_bytes,
+    )
+
+
+def _input_bytes(problem: CanonicalProblem) -> int:
+    tensors = [problem.query]
+    if problem.key is not problem.query:
+        tensors += [problem.key, problem.value]
+    tensors += [m for m in (problem.allow_mask, problem.block_mask, problem.bias) if m is not None]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _fused_scratch(problem: CanonicalProblem) -> int:
+    dims = problem.dims
+    itemsize = problem.query.dtype.itemsize
+    strided = sum(t.nbytes for t in (problem.query, problem.key, problem.value) if t.stride(-1) != 1)
+    if problem.forbids_nothing or problem.is_square_causal:
+        return strided
+    rows = fused.mask_block_rows(problem)
+    masks = (problem.allow_mask, problem.block_mask, problem.bias)
+    heads = dims.num_heads if any(m is not None and m.shape[1] > 1 for m in masks) else 1
+    pairs = dims.batch * heads * rows * dims.seq_len_kv
+    # Two masks of booleans being combined, the mask as numbers, and SDPA's own float copy of it.
+    per_pair = 2 + itemsize + 4
+    blocks = math.ceil(dims.seq_len_q / max(1, rows))
+    rejoined = dims.num_rows * dims.head_dim_v * itemsize if blocks > 1 else 0
+    return strided + pairs * per_pair + rejoined
+
+
+def _manual_scratch(problem: CanonicalProblem) -> int:
+    dims, wide = problem.dims, problem.compute_dtype.itemsize
+    only = manual.computed_rows(problem)
+    num_rows = dims.seq_len_q if only is None else len(only)
+    rows = manual.block_rows(dims, num_rows)
+    pairs = dims.batch * dims.num_heads * rows * dims.seq_len_kv
+    half = problem.query.dtype != problem.compute_dtype
+    scratch = 0
+    if half or not problem.key.is_contiguous() or not problem.value.is_contiguous():
+        scratch += dims.batch * dims.num_kv_heads * dims.seq_len_kv * (dims.head_dim + dims.head_dim_v) * wide
+    scratch += dims.batch * dims.num_heads * rows * (2 * dims.head_dim + 2 * dims.head_dim_v) * wide
+    # Scores, logits before and after the mask, weights; two masks of booleans.
+    per_pair = 4 * wide + (0 if problem.forbids_nothing else 2)
+    if "top_weights" in problem.outputs:
+        # The ranked copy, its sorted values, and their indices.
+        per_pair += 2 * wide + 8
+    if half:
+        per_pair += problem.query.dtype.itemsize
+    scratch += pairs * per_pair
+    if rows < num_rows:
+        # Blocks are joined at the end: for a moment the largest output stands twice.
+        sizes = [
+            math.prod(output_shape(problem, name)) * output_dtype(problem, name).itemsize
+            for name in named_outputs(problem)
+        ]
+        scratch += max(sizes)
+    return scratch

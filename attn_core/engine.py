@@ -1,0 +1,178 @@
+"""The engine: checked problems in, results out. All that the service calls of the core's arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attn_core.canonical import CanonicalProblem, canonicalize, to_callers_form
+from attn_core.cost import Cost, attention_cost, weighted_sum_cost
+from attn_core.errors import AttentionError, Fault, InvalidProblem
+from attn_core.hazards import find_hazards, isolate
+from attn_core.kernels import choose_path, fused, manual
+from attn_core.kernels.output import KernelOutput, without_pairs
+from attn_core.maths.context import weighted_context
+from attn_core.numerics import compute_dtype
+from attn_core.problem import AttentionProblem, AttentionResult, WeightedSumProblem
+from attn_core.validate import check_problem, check_values
+
+Problem = AttentionProblem | WeightedSumProblem
+
+THREADS_FROM_FLOPS = 500_000_000
+"""From this size on a problem is worth a team of threads; below it the team costs more than it brings."""
+
+
+class Engine:
+    """Runs problems on one device. Not for use from two threads at once."""
+
+    def __init__(self, *, device: str | torch.device = "cpu", max_threads: int = 1) -> None:
+        self.device = torch.device(device)
+        self.max_threads = max_threads
+        self._threads = 0
+        if self.device.type == "cuda":
+            # cuDNN may pick algorithms that give other bits from run to run.
+            torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def attend(self, problem: Problem) -> AttentionResult:
+        """Check one problem and run it. Raises: InvalidProblem."""
+        check_problem(problem)
+        check_values(problem)
+        (result,) = self.run([problem])
+        if isinstance(result, AttentionError):
+            raise result
+        return result
+
+    @torch.inference_mode()
+    def run(self, problems: Sequence[Problem]) -> list[AttentionResult | AttentionError]:
+        """Answer problems that ``check_problem`` and ``check_values`` passed, each by itself, in their order.
+
+        Each is computed at its own shape, so its bits do not depend on its neighbours; what cannot be answered
+        stands as the error in its place.
+        """
+        results: list[AttentionResult | AttentionError] = []
+        for problem in problems:
+            try:
+                if isinstance(problem, WeightedSumProblem):
+                    results.append(self._weighted_sum(problem))
+                else:
+                    results.append(self._attention(problem))
+            except AttentionError as error:
+                results.append(error)
+        return results
+
+    def warm_up(self) -> None:
+        """Run one small problem on each kernel, so that the first caller does not pay for what is made on first use."""
+        query = torch.ones(1, 1, 2, 8)
+        problem = AttentionProblem(query=query)
+        self.attend(problem)
+        self.attend(AttentionProblem(query=query, options=replace(problem.options, outputs=("context", "weights"))))
+
+    def _attention(self, problem: AttentionProblem) -> AttentionResult:
+        canonical = canonicalize(self._on_device(problem))
+        path, why = choose_path(canonical, problem.options.path)
+        cost = attention_cost(canonical, path)
+        self._use_threads(cost.flops)
+        if problem.options.empty_rows == "error":
+            _refuse_empty_rows(canonical)
+        if canonical.dims.num_pairs == 0:
+            output = without_pairs(canonical)
+        elif path == "fused":
+            output, note = _fused_beside_manual(canonical)
+            why += note
+        else:
+            output = manual.attend(canonical, find_hazards(canonical))
+        empty = output.empty if output.covers_all_rows else canonical.empty_rows()
+        if empty is not None and canonical.query_lengths is not None:
+            empty = empty & canonical.counted_rows()
+        return AttentionResult(
+            outputs={name: to_callers_form(name, t, problem) for name, t in output.outputs.items()},
+            path=path,
+            why=why,
+            device=str(self.device),
+            dtype=problem.query.dtype,
+            empty_rows=_count(empty),
+            nonfinite_rows=_count(output.nonfinite),
+            peak_bytes=cost.peak_bytes,
+            flops=cost.flops,
+        )
+
+    def _weighted_sum(self, problem: WeightedSumProblem) -> AttentionResult:
+        cost = weighted_sum_cost(problem)
+        self._use_threads(cost.flops)
+        storage = problem.weights.dtype
+        arithmetic = compute_dtype(storage)
+        rank = problem.weights.ndim
+        weights, value = (
+            t.to(self.device, arithmetic).reshape((1,) * (4 - rank) + tuple(t.shape))
+            for t in (problem.weights, problem.value)
+        )
+        context = weighted_context(weights, value).to(storage)
+        nonfinite = ~torch.isfinite(context).all(dim=-1)
+        return AttentionResult(
+            outputs={"context": context.reshape(*problem.weights.shape[:-1], problem.value.shape[-1])},
+            path="manual",
+            why="weights given",
+            device=str(self.device),
+            dtype=storage,
+            nonfinite_rows=_count(nonfinite),
+            peak_bytes=cost.peak_bytes,
+            flops=cost.flops,
+        )
+
+    def _on_device(self, problem: AttentionProblem) -> AttentionProblem:
+        if problem.query.device == self.device:
+            return problem
+        moved = {name: t.to(self.device, non_blocking=True) for name, t in problem.tensors().items()}
+        return replace(problem, **moved)  # type: ignore[arg-type]
+
+    def _use_threads(self, flops: int) -> None:
+        threads = self.max_threads if flops >= THREADS_FROM_FLOPS else 1
+        if threads != self._threads:
+            torch.set_num_threads(threads)
+            self._threads = threads
+
+
+def estimate(problem: Problem, *, device_type: str) -> Cost:
+    """What a checked problem will cost on the kernel that will be chosen for it, from metadata alone.
+
+    Raises: InvalidProblem when the asked path cannot serve it.
+    """
+    if isinstance(problem, WeightedSumProblem):
+        return weighted_sum_cost(problem)
+    canonical = canonicalize(problem)
+    path, _ = choose_path(canonical, problem.options.path, device_type=device_type)
+    return attention_cost(canonical, path)
+
+
+def _fused_beside_manual(problem: CanonicalProblem) -> tuple[KernelOutput, str]:
+    """The fused kernel, and the manual one for the rows that attend what the fused one gets wrong."""
+    hazards = find_hazards(problem)
+    if not hazards.any:
+        return fused.attend(problem), ""
+    clean, touched = isolate(problem, hazards)
+    output = fused.attend(clean)
+    if not touched.any():
+        return output, ""
+    exact = manual.attend(problem, hazards)
+    merged = {
+        name: torch.where(touched if name == "logsumexp" else touched.unsqueeze(-1), exact.outputs[name], tensor)
+        for name, tensor in output.outputs.items()
+    }
+    nonfinite = None if exact.nonfinite is None else exact.nonfinite & touched
+    note = f"; {_count(touched)} rows that attend huge or non-finite numbers by the manual kernel"
+    return KernelOutput(outputs=merged, empty=output.empty, nonfinite=nonfinite), note
+
+
+def _refuse_empty_rows(problem: CanonicalProblem) -> None:
+    empty = problem.empty_rows()
+    if empty.any():
+        first = ",".join(str(index) for index in empty.nonzero()[0].tolist())
+        expected = "at least one key that every query may attend"
+        raise InvalidProblem([Fault("empty_rows", expected, f"none for query [{first}]")])
+
+
+def _count(marks: Tensor | None) -> int:
+    return 0 if marks is None else int(marks.sum().item())

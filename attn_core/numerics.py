@@ -1,0 +1,46 @@
+"""Which arithmetic each storage dtype gets, what an empty row gives, and from which size numbers overflow."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+EMPTY_CONTEXT = 0.0
+EMPTY_WEIGHT = 0.0
+EMPTY_LOGSUMEXP = -math.inf
+
+_SAFE_LOGIT = {torch.float32: 1e30, torch.float64: 1e290}
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of products, softmax and sums for tensors stored as ``dtype``; results are rounded once from it."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def safe_operand(dtype: torch.dtype, *, head_dim: int, scale: float) -> float:
+    """The largest |number| of query and key with which no logit can overflow, whatever finite bias is added.
+
+    A product of ``head_dim`` such pairs times ``scale`` stays under 1e30 (1e290 in float64), and adding that
+    to the largest finite number rounds back to it.
+    """
+    return math.sqrt(_SAFE_LOGIT[compute_dtype(dtype)] / (max(head_dim, 1) * max(abs(scale), 1.0)))
+
+
+def safe_value(dtype: torch.dtype, *, seq_len_kv: int) -> float:
+    """The largest |number| of value of which ``seq_len_kv`` can be added before the sum is normalised."""
+    return float(torch.finfo(compute_dtype(dtype)).max) / (2.0 * max(seq_len_kv, 1))
+
+
+def largest(tensor: Tensor) -> float:
+    """max |x|, NaN if any is NaN, 0 for no element. On a GPU this waits for the stream."""
+    if tensor.numel() == 0:
+        return 0.0
+    low, high = torch.aminmax(tensor)
+    if tensor.is_cuda:
+        # One transfer instead of two.
+        low_f, high_f = torch.stack((low, high)).tolist()
+    else:
+        low_f, high_f = low.item(), high.item()
+    return float("nan") if math.isnan(low_f) or math.isnan(high_f) else max(-low_f, high_f)
