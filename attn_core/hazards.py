@@ -66,7 +66,7 @@ def _tops_finite(bias: Tensor) -> bool:
 
 
 def isolate(problem: CanonicalProblem, hazards: Hazards) -> tuple[CanonicalProblem, Tensor]:
-    """The problem with hazardous numbers zeroed, and the rows that attend one: bool ``[batch, num_heads, seq_len_q]``."""
+    """The problem with hazardous numbers zeroed, and which rows attend one: ``[batch, num_heads, seq_len_q]``."""
     dims = problem.dims
     operand = safe_operand(problem.query.dtype, head_dim=dims.head_dim, scale=problem.scale)
     bound = safe_value(problem.query.dtype, seq_len_kv=dims.seq_len_kv)
