@@ -1,0 +1,1 @@
+"""The service around the core: everything that waits, listens, times or remembers."""

@@ -1,0 +1,111 @@
+"""The loop around the engine's own thread: take what is pending, have it computed, report.
+
+One thread owns torch. The event loop never computes, so health answers while a large problem runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from attn_core.engine import Engine
+from attn_core.errors import AttentionError
+from service.deadline import Clock
+from service.errors import DeadlinePassed, Unavailable
+from service.request_queue import Answer, Pending, RequestQueue
+
+log = logging.getLogger("attn.batcher")
+
+
+class Batcher:
+    """Owns the engine's thread. ``on_ready`` is called in that thread once a warm-up problem was answered."""
+
+    def __init__(
+        self,
+        *,
+        make_engine: Callable[[], Engine],
+        queue: RequestQueue,
+        on_ready: Callable[[], None],
+        on_lost: Callable[[BaseException], None],
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._make_engine = make_engine
+        self._queue = queue
+        self._on_ready = on_ready
+        self._on_lost = on_lost
+        self._clock = clock
+        self._thread = threading.Thread(target=self._run, name="attn-engine", daemon=True)
+        self.is_computing = False
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Close the queue and wait for the thread; whether it ended in time."""
+        self._queue.close()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            engine = self._make_engine()
+            engine.warm_up()
+        except BaseException as error:
+            log.exception("the device did not answer the warm-up")
+            self._on_lost(error)
+            self._refuse_all(error)
+            return
+        self._on_ready()
+        while (pending := self._queue.take()) is not None:
+            self.is_computing = True
+            try:
+                self._answer(engine, pending)
+            finally:
+                self.is_computing = False
+
+    def _answer(self, engine: Engine, pending: Pending) -> None:
+        if pending.future.done():
+            return
+        if pending.deadline.has_passed:
+            pending.deliver(DeadlinePassed("the deadline passed in the queue"))
+            return
+        began = self._clock()
+        try:
+            (outcome,) = engine.run([pending.problem])
+        except Exception as error:
+            pending.deliver(_as_ours(error))
+            return
+        if isinstance(outcome, AttentionError):
+            pending.deliver(outcome)
+            return
+        pending.deliver(
+            Answer(
+                result=outcome,
+                queue_s=began - pending.enqueued_at,
+                compute_s=self._clock() - began,
+                batch_requests=1,
+            )
+        )
+
+    def _refuse_all(self, error: BaseException) -> None:
+        while (pending := self._queue.take()) is not None:
+            pending.deliver(Unavailable(f"the device is lost: {error}"))
+
+
+def _as_ours(error: Exception) -> Exception:
+    """Out of memory is a matter of load and worth another try; anything else is a mistake of ours, and stays."""
+    text = str(error)
+    if (
+        isinstance(error, torch.OutOfMemoryError | MemoryError)
+        or "not enough memory" in text
+        or "can't allocate" in text
+    ):
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        log.warning("out of memory: %s", text.splitlines()[0] if text else type(error).__name__)
+        return Unavailable("the memory was not to be had just now")
+    return error

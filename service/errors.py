@@ -1,0 +1,76 @@
+"""What the service refuses besides the core's own errors. They know no HTTP; ``failures`` translates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attn_core.errors import Fault
+
+
+class ServiceError(Exception):
+    """Base of everything the service raises on purpose. ``faults`` may be empty."""
+
+    def __init__(self, message: str, *, faults: Sequence[Fault] = ()) -> None:
+        self.faults = tuple(faults)
+        super().__init__(message)
+
+
+class Malformed(ServiceError):
+    """The bytes are not what their media type says."""
+
+
+class MediaTypeNotServed(ServiceError):
+    """The request's content type or encoding is not read here."""
+
+
+class NotAcceptable(ServiceError):
+    """None of the forms that the caller accepts is written here."""
+
+
+class NotFound(ServiceError):
+    """No such path."""
+
+
+class MethodNotServed(ServiceError):
+    """The path is there, the method is not. ``allow`` lists those that are."""
+
+    def __init__(self, message: str, *, allow: str) -> None:
+        self.allow = allow
+        super().__init__(message)
+
+
+class BodyTooLarge(ServiceError):
+    """The body, as sent or inflated, is over the limit. Figures are bytes."""
+
+    def __init__(self, *, received: str, allowed_bytes: int) -> None:
+        self.allowed_bytes = allowed_bytes
+        super().__init__(
+            f"the body may have {allowed_bytes} bytes, {received}",
+            faults=[Fault("", f"a body of at most {allowed_bytes} bytes", received)],
+        )
+
+
+class Overloaded(ServiceError):
+    """No place left. ``retry_after_s`` says when it is worth another try; ``reason`` is one of a few words."""
+
+    def __init__(self, message: str, *, reason: str, retry_after_s: int = 1) -> None:
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
+class Unavailable(ServiceError):
+    """Nothing can be computed now: starting, or the device is lost."""
+
+    reason = "unavailable"
+    retry_after_s = 1
+
+
+class Draining(Unavailable):
+    """The server is finishing what it has and takes nothing new."""
+
+    reason = "draining"
+
+
+class DeadlinePassed(ServiceError):
+    """The request's time was over before its answer was there."""

@@ -1,0 +1,103 @@
+"""The names of all metrics and log fields, and what may stand in their labels."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+STAGES = ("read", "parse", "queue", "compute", "encode")
+BUCKETS_S = (
+    0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0,
+)  # fmt: skip
+OTHER_ROUTE = "other"
+"""The label of every path that is none of ours: a stranger's paths never become series."""
+
+
+class Metrics:
+    """Every series of one service, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        new: dict[str, Any] = {"registry": self.registry}
+        self.requests = Counter("attn_requests_total", "Requests answered.", ["route", "outcome"], **new)
+        self.request_seconds = Histogram(
+            "attn_request_seconds", "From the head of a request to the end of its answer.", ["route"],
+            buckets=BUCKETS_S, **new,
+        )  # fmt: skip
+        self.stage_seconds = Histogram(
+            "attn_stage_seconds", "Time of one request in one stage.", ["stage"], buckets=BUCKETS_S, **new
+        )
+        self.batch_requests = Histogram(
+            "attn_batch_requests", "Requests that were computed together.", buckets=(1, 2, 4, 8, 16, 32, 64, 128), **new
+        )
+        self.refused = Counter("attn_refused_requests_total", "Requests refused unread or unqueued.", ["reason"], **new)
+        self.bytes_in = Counter("attn_received_bytes_total", "Bytes of request bodies.", **new)
+        self.bytes_out = Counter("attn_sent_bytes_total", "Bytes of answer bodies.", **new)
+        self.flops = Counter("attn_computed_flops_total", "Floating point operations of answered problems.", **new)
+        self.paths = Counter("attn_path_requests_total", "Problems by the kernel that answered.", ["path"], **new)
+        self.empty_rows = Counter("attn_empty_rows_total", "Rows that might attend no key.", **new)
+        self.nonfinite_rows = Counter("attn_nonfinite_rows_total", "Rows that came out with NaN or infinity.", **new)
+        self.queue_depth = Gauge("attn_queue_requests", "Problems that wait for the engine.", **new)
+        self.in_flight = Gauge(
+            "attn_in_flight_requests", "Requests inside: read, waiting, computed or answered.", **new
+        )
+        self.ready = Gauge("attn_ready", "1 while the service takes work.", **new)
+        # Looked up once: labels() costs more than the increment.
+        self._stages = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
+
+    def observe_stages(self, seconds: dict[str, float]) -> None:
+        for stage, value in seconds.items():
+            self._stages[stage].observe(value)
+
+    def watch_memory(self, read: Callable[[], dict[str, float]]) -> None:
+        """Report the device's memory, by kind, at each scrape."""
+        self.registry.register(_MemoryCollector(read))
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _MemoryCollector(Collector):
+    def __init__(self, read: Callable[[], dict[str, float]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        family = GaugeMetricFamily(
+            "attn_device_memory_bytes", "Memory of the device; on CPU of the host process.", labels=["kind"]
+        )
+        for kind, value in self._read().items():
+            family.add_metric([kind], value)
+        yield family
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, message, and what the record brings as ``fields``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def set_up_logging(*, level: str, as_json: bool) -> None:
+    """Everything of this process to stderr, in one form."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        JsonFormatter() if as_json else logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    )
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))

@@ -1,0 +1,1 @@
+"""Bytes to problems and results to bytes, one file a format; nothing here waits."""

@@ -1,0 +1,229 @@
+"""JSON both ways: nested lists or base64 objects in, shortest digits or base64 out."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attn_core.errors import Fault
+from attn_core.problem import TensorSpec
+from attn_core.validate import dtype_text, names_text, shape_text
+from service.wire.requests import (
+    MASK_TENSORS,
+    NUMBER_TENSORS,
+    Call,
+    DecodedRequest,
+    Encoding,
+    Parts,
+    ReadLimits,
+    assemble,
+)
+from service.wire.tensors import (
+    DTYPES,
+    FLOAT_NAMES,
+    Limits,
+    bool_fault,
+    bytes_of,
+    decode_base64,
+    overflow_place,
+    path_of,
+    round_numbers,
+    shape_faults,
+    view_bytes,
+)
+from service.wire.text import ListFault, NestedList, read_object, short
+
+MEDIA_TYPE = "application/json"
+_TENSOR_FORMS = 'nested lists, or an object with "dtype", "shape" and "data"'
+
+
+def decode(body: bytes | bytearray, call: Call, limits: ReadLimits, *, answer_is_json: bool = True) -> DecodedRequest:
+    """A JSON body as a checked problem.
+
+    Raises: Malformed when it is not JSON; InvalidProblem with every fault.
+    """
+    members, repeated = read_object(body, NUMBER_TENSORS)
+    parts = Parts(faults=list(repeated), broken={fault.field for fault in repeated})
+    dtype = members.get("dtype")
+    list_dtype = DTYPES[dtype] if isinstance(dtype, str) and dtype in FLOAT_NAMES else torch.float32
+    option_names = frozenset(call.option_names)
+    for name, value in members.items():
+        if value is None:
+            continue
+        if name in call.tensors:
+            _read_tensor(name, value, list_dtype, limits.tensors, parts)
+        elif name in option_names:
+            parts.options[name] = value.plain() if isinstance(value, NestedList) else value
+        else:
+            parts.unknown[name] = value
+    first = call.tensors[0]
+    parts.query_came_as_list = isinstance(members.get(first), NestedList)
+    return assemble(call, parts, limits, answer_is_json=answer_is_json)
+
+
+def _read_tensor(name: str, value: Any, list_dtype: torch.dtype, limits: Limits, parts: Parts) -> None:
+    faults: list[Fault] = []
+    tensor: Tensor | None = None
+    if isinstance(value, NestedList):
+        tensor = _from_lists(name, value, list_dtype, limits, faults)
+        if name in NUMBER_TENSORS:
+            parts.lists.add(name)
+    elif isinstance(value, dict):
+        tensor = _from_object(name, value, limits, faults, parts)
+    elif name == "query_offset":
+        if isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63:
+            tensor = torch.tensor([value])
+        else:
+            faults.append(Fault(name, "a whole number, or int64 [B] or [1]", short(value)))
+    else:
+        faults.append(Fault(name, _TENSOR_FORMS, short(value)))
+    parts.faults += faults
+    if tensor is None or faults:
+        parts.broken.add(name)
+    else:
+        parts.tensors[name] = tensor
+
+
+def _from_lists(
+    name: str, value: NestedList, list_dtype: torch.dtype, limits: Limits, faults: list[Fault]
+) -> Tensor | None:
+    try:
+        if name in NUMBER_TENSORS:
+            numbers, shape = value.numbers()
+            faults += shape_faults(name, shape, limits)
+            if faults:
+                return None
+            tensor = round_numbers(numbers, list_dtype, shape)
+            lost = overflow_place(numbers, tensor)
+            if lost is not None:
+                expected = f"a number that {dtype_text(list_dtype)} can hold"
+                faults.append(Fault(path_of(name, lost, shape), expected, repr(float(numbers[lost]))))
+            return tensor
+        flat, shape = value.booleans() if name in MASK_TENSORS else value.whole_numbers()
+        faults += shape_faults(name, shape, limits)
+        return None if faults else torch.from_numpy(flat).view(shape)
+    except ListFault as fault:
+        field = f"{name}.{fault.path}" if fault.path else name
+        faults.append(Fault(field, fault.expected, fault.received))
+        return None
+
+
+def _from_object(name: str, value: dict[str, Any], limits: Limits, faults: list[Fault], parts: Parts) -> Tensor | None:
+    faults += [
+        Fault(f"{name}.{member}", "dtype, shape and data alone", short(value[member]))
+        for member in value
+        if member not in ("dtype", "shape", "data")
+    ]
+    dtype_name, shape, data = value.get("dtype"), value.get("shape"), value.get("data")
+    if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
+        received = "nothing" if dtype_name is None else short(dtype_name)
+        faults.append(Fault(f"{name}.dtype", names_text(list(DTYPES)), received))
+    if not isinstance(shape, list) or not all(isinstance(n, int) and not isinstance(n, bool) for n in shape):
+        received = "nothing" if shape is None else short(shape)
+        faults.append(Fault(f"{name}.shape", "a list of whole numbers", received))
+    else:
+        faults += shape_faults(f"{name}.shape", shape, limits)
+    raw: bytes | None = None
+    if not isinstance(data, str):
+        received = "nothing" if data is None else short(data)
+        faults.append(Fault(f"{name}.data", "base64 text", received))
+    else:
+        try:
+            raw = decode_base64(data)
+        except ValueError as error:
+            expected = "base64, standard alphabet, padded"
+            faults.append(Fault(f"{name}.data", expected, f"{short(data, 40)}: {error}"))
+    if faults:
+        return None
+    assert isinstance(dtype_name, str) and shape is not None and raw is not None
+    dtype = DTYPES[dtype_name]
+    # The shape can be compared with others even if the data does not fill it.
+    parts.specs[name] = TensorSpec(dtype, tuple(shape))
+    needed = math.prod(shape) * dtype.itemsize
+    if len(raw) != needed:
+        expected = f"{needed} bytes, {math.prod(shape)} elements, for {dtype_name} {shape_text(shape)}"
+        received = f"{len(raw)} bytes, {len(raw) / dtype.itemsize:g} elements"
+        faults.append(Fault(f"{name}.data", expected, received))
+        return None
+    tensor = view_bytes(raw, dtype, shape)
+    faults += bool_fault(f"{name}.data", tensor)
+    return tensor
+
+
+def encode(outputs: Mapping[str, Tensor], info: Mapping[str, Any], encoding: Encoding) -> bytes:
+    """An answer: every output in the asked form, and ``info``."""
+    parts = []
+    for name, tensor in outputs.items():
+        text = _list_text(tensor) if encoding == "list" and tensor.numel() else _object_text(tensor)
+        parts.append(b'"%s":%b' % (name.encode(), text))
+    parts.append(b'"info":' + orjson.dumps(info))
+    return b"{" + b",".join(parts) + b"}"
+
+
+def encoded_bytes(shape_and_dtype: TensorSpec, encoding: Encoding) -> int:
+    """About how long a tensor's text will be, rather too long than too short."""
+    count = math.prod(shape_and_dtype.shape)
+    if encoding == "base64":
+        return 64 + count * shape_and_dtype.dtype.itemsize * 4 // 3
+    return 64 + count * (26 if shape_and_dtype.dtype.itemsize == 8 else 16)
+
+
+def _object_text(tensor: Tensor) -> bytes:
+    head = orjson.dumps({"dtype": dtype_text(tensor.dtype), "shape": list(tensor.shape)})
+    return head[:-1] + b',"data":"' + base64.b64encode(bytes_of(tensor)) + b'"}'
+
+
+def _list_text(tensor: Tensor) -> bytes:
+    tensor = tensor.detach().cpu().contiguous()
+    array = _shortest_half(tensor) if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.numpy()
+    text = orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)
+    if not tensor.is_floating_point() or b"null" not in text:
+        return text
+    # orjson writes null for what JSON cannot say. In order of appearance:
+    flat = tensor.view(-1)
+    special = flat[~torch.isfinite(flat)]
+    if bool(torch.isneginf(special).all()):
+        return text.replace(b"null", b'"-Infinity"')
+    words = iter([_word_of(number) for number in special.tolist()])
+    return re.sub(rb"null", lambda _: next(words), text)
+
+
+def _word_of(number: float) -> bytes:
+    if math.isnan(number):
+        return b'"NaN"'
+    return b'"Infinity"' if number > 0 else b'"-Infinity"'
+
+
+def _shortest_half(tensor: Tensor) -> NDArray[np.float64]:
+    """The float64 numbers whose shortest text is also the shortest that gives back the half numbers' bits."""
+    bits = tensor.view(torch.int16).numpy().view(np.uint16)
+    return _shortest_table(tensor.dtype)[bits]
+
+
+@functools.cache
+def _shortest_table(dtype: torch.dtype) -> NDArray[np.float64]:
+    """For each of the 65,536 numbers of a half type the decimal with the fewest digits that rounds back to it."""
+    exact = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).double().numpy()
+    table = exact.copy()
+    half = slice(0, 2**15)
+    open_places = np.flatnonzero(np.isfinite(exact[half]) & (exact[half] > 0))
+    for digits in range(1, 7):
+        if not open_places.size:
+            break
+        candidates = np.array([float(f"{exact[i]:.{digits - 1}e}") for i in open_places])
+        back = round_numbers(candidates.copy(), dtype, candidates.shape).double().numpy()
+        found = back == exact[open_places]
+        table[open_places[found]] = candidates[found]
+        open_places = open_places[~found]
+    table[2**15 :] = -table[half]
+    return table

@@ -1,0 +1,184 @@
+"""Options as callers write them: Pydantic models for validation and for the OpenAPI schema, and faults in our words."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
+
+from attn_core.errors import Fault
+from attn_core.problem import AttentionOptions
+from service.wire.text import short
+
+OutputName = Literal["context", "weights", "scores", "logits", "logsumexp", "entropy", "top_weights", "weight_totals"]
+FloatName = Literal["float64", "float32", "float16", "bfloat16"]
+
+EXPECTED: dict[str, str] = {
+    "causal": "false, true, upper_left or lower_right",
+    "scale": "a finite number",
+    "softcap": "a finite number above 0",
+    "window": 'an object with "left", "right" or both',
+    "window.left": "a whole number of keys, 0 or more",
+    "window.right": "a whole number of keys, 0 or more",
+    "layout": "bhtd, bthd or btd",
+    "num_heads": "a whole number, 1 or more",
+    "num_kv_heads": "a whole number, 1 or more",
+    "outputs": "a list of names, each once, not empty",
+    "outputs.*": ", ".join(get_args(OutputName)[:-1]) + " or " + get_args(OutputName)[-1],
+    "select": 'an object with "heads", "rows" or "top_k"',
+    "select.heads": "a list of whole numbers",
+    "select.heads.*": "a whole number",
+    "select.rows": "a list of whole numbers",
+    "select.rows.*": "a whole number",
+    "select.top_k": "a whole number, 1 or more",
+    "empty_rows": "zeros or error",
+    "path": "fused or manual",
+    "verify": "false, as verification is not served",
+    "encoding": "list or base64",
+    "dtype": "float64, float32, float16 or bfloat16",
+    "dropout_p": "0 alone: this is inference, dropout is never applied",
+    "timeout_ms": "a number of milliseconds above 0",
+}
+"""What must hold for each option, as faults and the schema say it."""
+
+
+def _word(value: Any) -> Any:
+    # Literal would take 1 and 1.0 for true.
+    if isinstance(value, bool | str):
+        return value
+    raise PydanticCustomError("word", "true, false or a name")
+
+
+def _truth(value: Any) -> Any:
+    if isinstance(value, bool):
+        return value
+    raise PydanticCustomError("truth", "true or false")
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            raise PydanticCustomError("number", "a number") from None
+    raise PydanticCustomError("number", "a number")
+
+
+Number = Annotated[float, BeforeValidator(_number)]
+
+
+def _option(name: str, default: Any = None, **more: Any) -> Any:
+    return Field(default, description=EXPECTED[name], **more)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Window(_Strict):
+    """Keys kept on each side besides p(i) itself; a side that is absent is open."""
+
+    left: int | None = _option("window.left", ge=0)
+    right: int | None = _option("window.right", ge=0)
+
+
+class Select(_Strict):
+    """Replaces the axes of heads and rows in the outputs that have them, in the order listed."""
+
+    heads: list[int] | None = _option("select.heads")
+    rows: list[int] | None = _option("select.rows")
+    top_k: int | None = _option("select.top_k", ge=1)
+
+
+class CallOptions(_Strict):
+    """What every call may say about itself and the form of its answer."""
+
+    dtype: FloatName | None = _option("dtype")
+    encoding: Literal["list", "base64"] | None = _option("encoding")
+    timeout_ms: Number | None = _option("timeout_ms", gt=0)
+
+
+class AttentionCallOptions(CallOptions):
+    """Every option of POST /v1/attention."""
+
+    causal: Annotated[Literal[False, True, "upper_left", "lower_right"], BeforeValidator(_word)] = _option(
+        "causal", False
+    )
+    scale: Number | None = _option("scale")
+    softcap: Number | None = _option("softcap", gt=0)
+    window: Window | None = _option("window")
+    layout: Literal["bhtd", "bthd", "btd"] = _option("layout", "bhtd")
+    num_heads: int | None = _option("num_heads", ge=1)
+    num_kv_heads: int | None = _option("num_kv_heads", ge=1)
+    outputs: list[OutputName] = _option("outputs", ["context"])
+    select: Select | None = _option("select")
+    empty_rows: Literal["zeros", "error"] = _option("empty_rows", "zeros")
+    path: Literal["fused", "manual"] | None = _option("path")
+    verify: Annotated[Literal[False], BeforeValidator(_truth)] = _option("verify", False)
+    dropout_p: Annotated[float, BeforeValidator(_number)] = _option("dropout_p", 0.0, ge=0, le=0)
+
+    def to_core(self) -> AttentionOptions:
+        window, select = self.window or Window(), self.select or Select()
+        return AttentionOptions(
+            causal=self.causal,
+            scale=self.scale,
+            softcap=self.softcap,
+            window_left=window.left,
+            window_right=window.right,
+            layout=self.layout,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            outputs=tuple(self.outputs),
+            select_heads=None if select.heads is None else tuple(select.heads),
+            select_rows=None if select.rows is None else tuple(select.rows),
+            top_k=select.top_k,
+            empty_rows=self.empty_rows,
+            path=self.path,
+        )
+
+
+Model = TypeVar("Model", bound=CallOptions)
+
+
+def read_options(model: type[Model], raw: Mapping[str, Any]) -> tuple[Model, list[Fault], set[str]]:
+    """The options that can be read, the faults of the others, and the names of those others.
+
+    null is the same as leaving a field out, inside window and select too.
+    """
+    given = {name: _without_null(value) for name, value in raw.items() if value is not None}
+    faults: list[Fault] = []
+    broken: set[str] = set()
+    for name in ("window", "select"):
+        if given.get(name) == {}:
+            faults.append(Fault(name, EXPECTED[name], short(raw[name])))
+            broken.add(name)
+    readable = {name: value for name, value in given.items() if name not in broken}
+    try:
+        return model.model_validate(readable), faults, broken
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_context=False)
+        faults += [_fault(each["loc"], each["type"], each["input"]) for each in wrong]
+        broken |= {str(each["loc"][0]) for each in wrong}
+    return model.model_validate({k: v for k, v in readable.items() if k not in broken}), faults, broken
+
+
+def unknown_fault(name: str, value: Any, known: Iterable[str]) -> Fault:
+    """The fault of a field that no call has, with the one that may have been meant."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    expected = "a known field" + (f"; did you mean {close[0]}?" if close else "")
+    return Fault(name, expected, short(value))
+
+
+def _fault(location: tuple[int | str, ...], kind: str, value: Any) -> Fault:
+    field = ".".join(str(part) for part in location)
+    pattern = ".".join("*" if isinstance(part, int) else part for part in location)
+    if kind == "extra_forbidden":
+        return Fault(field, EXPECTED[str(location[0])], short(value))
+    return Fault(field, EXPECTED[pattern], short(value))
+
+
+def _without_null(value: Any) -> Any:
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value

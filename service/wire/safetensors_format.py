@@ -1,0 +1,189 @@
+"""safetensors both ways: a header of JSON, then the tensors' bytes, read in place. Options and info are metadata."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+import torch
+from torch import Tensor
+
+from attn_core.errors import Fault, InvalidProblem
+from service.errors import Malformed
+from service.wire.requests import Call, DecodedRequest, Parts, ReadLimits, assemble
+from service.wire.tensors import Limits, bool_fault, bytes_of, shape_faults, view_bytes
+from service.wire.text import load_small, repeated_fault, short
+
+MEDIA_TYPE = "application/vnd.safetensors"
+MAX_HEADER_BYTES = 2**20
+
+CODES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "BOOL": torch.bool,
+    "I64": torch.int64,
+    "I32": torch.int32,
+}
+_CODE_OF = {dtype: code for code, dtype in CODES.items()}
+# Dtypes of the format that no tensor here may have: named in the refusal, and measured, so that offsets can be checked.
+_FOREIGN_BITS = {"U8": 8, "I8": 8, "I16": 16, "U16": 16, "U32": 32, "U64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "C64": 64}
+
+
+def decode(body: bytes | bytearray, call: Call, limits: ReadLimits, *, answer_is_json: bool = False) -> DecodedRequest:
+    """A safetensors body as a checked problem; the tensors are views of ``body`` where alignment allows.
+
+    Raises: Malformed when bytes, offsets and sizes disagree; InvalidProblem with every fault.
+    """
+    header, data_start = _read_header(body)
+    parts = Parts()
+    metadata = header.pop("__metadata__", {})
+    _read_metadata(metadata, call, parts)
+    _check_layout(header, len(body) - data_start)
+    for name, entry in header.items():
+        if name not in call.tensors:
+            parts.unknown[name] = {"dtype": entry["dtype"], "shape": entry["shape"]}
+            continue
+        _read_tensor(name, entry, body, data_start, limits.tensors, parts)
+    return assemble(call, parts, limits, answer_is_json=answer_is_json)
+
+
+def _malformed(field: str, expected: str, received: str) -> Malformed:
+    return Malformed(f"{field or 'body'}: {expected}", faults=[Fault(field, expected, received)])
+
+
+def _read_header(body: bytes | bytearray) -> tuple[dict[str, Any], int]:
+    if len(body) < 8:
+        raise _malformed("", "8 bytes of header length, the header, the data", f"{len(body)} bytes")
+    length = int.from_bytes(body[:8], "little")
+    if length > MAX_HEADER_BYTES:
+        raise _malformed("", f"a header of at most {MAX_HEADER_BYTES} bytes", f"a header length of {length}")
+    if 8 + length > len(body):
+        raise _malformed("", f"a header of {length} bytes", f"{len(body) - 8} bytes after the length")
+    try:
+        text = body[8 : 8 + length].decode()
+    except UnicodeDecodeError as error:
+        raise _malformed("", "a header in UTF-8", str(error)) from None
+    header, repeated = load_small(text)
+    if repeated:
+        raise _malformed(repeated[0], "each name once", "it more than once")
+    if not isinstance(header, dict):
+        raise _malformed("", "a header that is a JSON object", short(header))
+    return header, 8 + length
+
+
+def _read_metadata(metadata: Any, call: Call, parts: Parts) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise _malformed("__metadata__", "an object of texts", short(metadata))
+    parts.faults += [
+        Fault(f"__metadata__.{name}", "options or format alone", short(text))
+        for name, text in metadata.items()
+        if name not in ("options", "format")
+    ]
+    if "options" not in metadata:
+        return
+    try:
+        options, repeated = load_small(metadata["options"])
+    except Malformed as error:
+        raise _malformed("options", "JSON text", error.faults[0].received) from None
+    if not isinstance(options, dict):
+        raise InvalidProblem([Fault("options", "one JSON object", short(options))])
+    parts.faults += [repeated_fault(name) for name in repeated]
+    for name, value in options.items():
+        if value is None:
+            continue
+        if name in call.option_names:
+            parts.options[name] = value
+        elif name == "query_offset" and name in call.tensors:
+            _read_offset(value, parts)
+        elif name in call.tensors:
+            parts.faults.append(Fault(name, "a tensor of the file, not an option", short(value)))
+            parts.broken.add(name)
+        else:
+            parts.unknown[name] = value
+
+
+def _read_offset(value: Any, parts: Parts) -> None:
+    if isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63:
+        parts.tensors["query_offset"] = torch.tensor([value])
+    else:
+        parts.faults.append(Fault("query_offset", "a whole number", short(value)))
+        parts.broken.add("query_offset")
+
+
+def _check_layout(header: Mapping[str, Any], data_bytes: int) -> None:
+    """Entries are well formed and their ranges cover the data without hole or overlap. Raises: Malformed."""
+    ranges = []
+    for name, entry in header.items():
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise _malformed(name, "an object of dtype, shape and data_offsets", short(entry))
+        shape, offsets = entry["shape"], entry["data_offsets"]
+        if not isinstance(entry["dtype"], str):
+            raise _malformed(f"{name}.dtype", "a text", short(entry["dtype"]))
+        if not isinstance(shape, list) or not all(type(axis) is int and axis >= 0 for axis in shape):
+            raise _malformed(f"{name}.shape", "a list of whole numbers", short(shape))
+        if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(place) is int for place in offsets):
+            raise _malformed(f"{name}.data_offsets", "two whole numbers", short(offsets))
+        begin, end = offsets
+        if not 0 <= begin <= end <= data_bytes:
+            expected = f"a range inside the {data_bytes} bytes of data"
+            raise _malformed(f"{name}.data_offsets", expected, short(offsets))
+        code = entry["dtype"]
+        bits = CODES[code].itemsize * 8 if code in CODES else _FOREIGN_BITS.get(code)
+        if bits is not None and (end - begin) * 8 != math.prod(shape) * bits:
+            expected = f"{math.prod(shape) * bits // 8} bytes for {code} {short(shape)}"
+            raise _malformed(f"{name}.data_offsets", expected, f"{end - begin} bytes")
+        ranges.append((begin, end, name))
+    ranges.sort()
+    reached = 0
+    for begin, end, name in ranges:
+        if begin != reached:
+            raise _malformed(
+                f"{name}.data_offsets", f"data that begins at {reached}, without hole or overlap", str(begin)
+            )
+        reached = end
+    if reached != data_bytes:
+        raise _malformed("", f"{reached} bytes of data, as the header says", f"{data_bytes} bytes")
+
+
+def _read_tensor(
+    name: str, entry: Mapping[str, Any], body: bytes | bytearray, data_start: int, limits: Limits, parts: Parts
+) -> None:
+    code, shape = entry["dtype"], entry["shape"]
+    faults = shape_faults(name, shape, limits)
+    if code not in CODES:
+        faults.append(Fault(name, "dtype " + ", ".join(CODES), code))
+    if name in parts.tensors or name in parts.broken:
+        faults.append(Fault(name, "one of tensor and option", "both"))
+    if not faults:
+        tensor = view_bytes(body, CODES[code], shape, data_start + entry["data_offsets"][0])
+        faults += bool_fault(name, tensor)
+        parts.tensors[name] = tensor
+    if faults:
+        parts.faults += faults
+        parts.tensors.pop(name, None)
+        parts.broken.add(name)
+
+
+def encode(outputs: Mapping[str, Tensor], info: Mapping[str, Any]) -> list[bytes | memoryview]:
+    """An answer as pieces to be sent one after the other; the tensors' memory is not copied."""
+    header: dict[str, Any] = {"__metadata__": {"info": orjson.dumps(info).decode()}}
+    pieces: list[bytes | memoryview] = []
+    begin = 0
+    for name, tensor in outputs.items():
+        data = bytes_of(tensor)
+        header[name] = {
+            "dtype": _CODE_OF[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, begin + len(data)],
+        }
+        begin += len(data)
+        if len(data):
+            pieces.append(data)
+    text = orjson.dumps(header)
+    # The data begin at a multiple of 8, so that readers can use them where they lie.
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little") + text, *pieces]

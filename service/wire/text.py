@@ -1,0 +1,329 @@
+"""JSON text in: by pysimdjson, which hands nested lists over as one buffer, or by a slower road to the same answer.
+
+pysimdjson flattens ragged lists without a word, refuses "NaN" strings in a list of numbers and integers beyond 64
+bits, and has no wheel for Python 3.14; so lists are walked and compared, and whatever it cannot take, or takes in a
+way that is not certain, goes through orjson.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from attn_core.errors import Fault, InvalidProblem
+from service.errors import Malformed
+
+try:
+    import simdjson
+except ImportError:  # Python 3.14 has no wheel of it yet.
+    simdjson = None  # type: ignore[assignment]
+
+NAN_ADVICE = 'NaN and infinities are written as the strings "NaN", "Infinity" and "-Infinity"'
+_SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_BARE_WORD = re.compile(rb"[\[,:\s](?:NaN|[-+]?Infinity)\s*[\],}]")
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"(\s*:)?', re.DOTALL)
+_MAX_DEPTH = 8
+
+
+class ListFault(Exception):
+    """A nested list that is no tensor. ``path`` is dotted, below the tensor's name."""
+
+    def __init__(self, path: str, expected: str, received: str) -> None:
+        self.path, self.expected, self.received = path, expected, received
+        super().__init__(expected)
+
+
+class NestedList:
+    """A list of the body, read as what its field holds: numbers, booleans or whole numbers."""
+
+    def numbers(self) -> tuple[NDArray[np.float64], tuple[int, ...]]:
+        """Flat float64 numbers and the shape. Raises: ListFault."""
+        raise NotImplementedError
+
+    def plain(self) -> list[Any]:
+        """Python lists, for small things and booleans."""
+        raise NotImplementedError
+
+    def booleans(self) -> tuple[NDArray[np.bool_], tuple[int, ...]]:
+        """Flat booleans and the shape. Raises: ListFault."""
+        return _flat_of(self.plain(), _bool_row, np.bool_)
+
+    def whole_numbers(self) -> tuple[NDArray[np.int64], tuple[int, ...]]:
+        """Flat whole numbers and the shape. Raises: ListFault."""
+        return _flat_of(self.plain(), _whole_row, np.int64)
+
+
+class _PlainList(NestedList):
+    def __init__(self, items: list[Any]) -> None:
+        self._items = items
+
+    def plain(self) -> list[Any]:
+        return self._items
+
+    def numbers(self) -> tuple[NDArray[np.float64], tuple[int, ...]]:
+        return _flat_of(self._items, _number_row, np.float64)
+
+
+class _SimdList(NestedList):
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        self._flat: tuple[NDArray[np.float64], tuple[int, ...]] | None = None
+
+    def plain(self) -> list[Any]:
+        items: list[Any] = self._array.as_list()
+        return items
+
+    def take(self) -> int:
+        """Read the numbers now; gives how many lists they stood in. Raises: ListFault, TypeError for non-numbers."""
+        shape = []
+        level = self._array
+        while isinstance(level, simdjson.Array):
+            shape.append(len(level))
+            if not shape[-1] or len(shape) > _MAX_DEPTH:
+                # An empty or very deep list: the other road words the fault.
+                raise TypeError
+            level = level[0]
+        rows = [self._array]
+        num_lists = 1
+        for depth, size in enumerate(shape):
+            for row in rows:
+                if not isinstance(row, simdjson.Array) or len(row) != size:
+                    raise TypeError
+            if depth + 1 < len(shape):
+                rows = [child for row in rows for child in row]
+                num_lists += len(rows)
+        flat = np.frombuffer(self._array.as_buffer(of_type="d"), dtype=np.float64)
+        if flat.size != math.prod(shape):
+            raise TypeError
+        self._flat = flat, tuple(shape)
+        return num_lists
+
+    def numbers(self) -> tuple[NDArray[np.float64], tuple[int, ...]]:
+        if self._flat is None:
+            return _flat_of(self.plain(), _number_row, np.float64)
+        return self._flat
+
+
+def read_object(body: bytes | bytearray, number_fields: frozenset[str]) -> tuple[dict[str, Any], list[Fault]]:
+    """The members of the one object that a body must be, nested lists as ``NestedList``, and the repeated names.
+
+    ``number_fields`` are the members that are read as numbers when they are lists. Raises: Malformed,
+    InvalidProblem where it is no object; a ListFault is raised later, by reading the list.
+    """
+    if body[:3] == b"\xef\xbb\xbf":
+        raise Malformed("a byte order mark", faults=[Fault("", "JSON in UTF-8 without a byte order mark", "one")])
+    if simdjson is not None:
+        fast = _read_fast(body, number_fields)
+        if fast is not None:
+            return fast, []
+    return _read_slowly(body)
+
+
+def _read_fast(body: bytes | bytearray, number_fields: frozenset[str]) -> dict[str, Any] | None:
+    """The members by pysimdjson; None where the other road must decide."""
+    try:
+        document = simdjson.Parser().parse(body)
+    except (ValueError, RuntimeError, UnicodeDecodeError):
+        return None
+    if not isinstance(document, simdjson.Object):
+        return None
+    names = list(document.keys())
+    if len(set(names)) != len(names):
+        return None
+    members: dict[str, Any] = {}
+    num_lists = 0
+    try:
+        for name in names:
+            node = document[name]
+            if isinstance(node, simdjson.Array):
+                members[name] = read = _SimdList(node)
+                if name in number_fields:
+                    num_lists += read.take()
+                else:
+                    plain = read.plain()
+                    num_lists += _count_lists(plain)
+                    members[name] = _PlainList(plain)
+            elif isinstance(node, simdjson.Object):
+                keys = list(node.keys())
+                if len(set(keys)) != len(keys):
+                    return None
+                members[name] = member = node.as_dict()
+                num_lists += _count_lists(member)
+                if _count_names(member) != len(keys):
+                    # Objects inside objects: no field has them, and their names were not compared.
+                    return None
+            else:
+                members[name] = node
+    except (TypeError, ValueError, RuntimeError, KeyError, UnicodeDecodeError):
+        return None
+    if body.count(b"[") != num_lists:
+        # A list where a number should be would have been flattened, or a string holds a bracket.
+        return None
+    return members
+
+
+def _read_slowly(body: bytes | bytearray) -> tuple[dict[str, Any], list[Fault]]:
+    document = _load(body)
+    if not isinstance(document, dict):
+        raise InvalidProblem([Fault("", "one JSON object", short(document))])
+    repeated = _repeated_names(body, document)
+    return {name: _PlainList(v) if isinstance(v, list) else v for name, v in document.items()}, repeated
+
+
+def _load(body: bytes | bytearray) -> Any:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        if "infinity" in str(error):
+            # A number beyond float64: readable, and refused later at its place.
+            return load_small(body)[0]
+        received = str(error)
+        expected = "JSON"
+        if _BARE_WORD.search(body):
+            expected = f"JSON, in which {NAN_ADVICE}"
+        raise Malformed(f"not JSON: {received}", faults=[Fault("", expected, received)]) from None
+
+
+def load_small(text: bytes | bytearray | str) -> tuple[Any, list[str]]:
+    """A short JSON text by the standard library, and the names that an object in it repeats. Raises: Malformed."""
+    repeated: list[str] = []
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        members = dict(pairs)
+        if len(members) != len(pairs):
+            names = [name for name, _ in pairs]
+            repeated.extend(sorted({name for name in names if names.count(name) > 1}))
+        return members
+
+    def refuse(word: str) -> Any:
+        raise Malformed(f"the word {word}", faults=[Fault("", f"JSON, in which {NAN_ADVICE}", word)])
+
+    try:
+        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse), repeated
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"not JSON: {error}", faults=[Fault("", "JSON", str(error) or "too deep")]) from None
+
+
+def repeated_fault(name: str) -> Fault:
+    return Fault(name, "each name once", "it more than once")
+
+
+def _repeated_names(body: bytes | bytearray, document: Any) -> list[Fault]:
+    """A colon follows a string only in an object, so the names in the text can be counted without reading it."""
+    written = sum(1 for match in _STRING.finditer(body) if match.group(1))
+    if written == _count_names(document):
+        return []
+    return [repeated_fault(name) for name in load_small(body)[1]]
+
+
+def _count_names(node: Any) -> int:
+    if isinstance(node, dict):
+        return len(node) + sum(_count_names(child) for child in node.values())
+    if isinstance(node, list):
+        # Tensors have no objects in them: look only where one could be.
+        return sum(_count_names(child) for child in node if isinstance(child, dict | list))
+    return 0
+
+
+def _count_lists(node: Any) -> int:
+    if isinstance(node, dict):
+        return sum(_count_lists(child) for child in node.values())
+    if isinstance(node, list):
+        if node and not isinstance(node[0], list | dict):
+            return 1 + sum(_count_lists(child) for child in node if isinstance(child, list | dict))
+        return 1 + sum(map(_count_lists, node))
+    return 0
+
+
+def _flat_of(items: list[Any], read_row: Any, dtype: Any) -> tuple[NDArray[Any], tuple[int, ...]]:
+    """Nested lists as one flat array, every row compared with the first. Raises: ListFault at the first misfit."""
+    shape: list[int] = []
+    level: Any = items
+    while isinstance(level, list):
+        shape.append(len(level))
+        if not level:
+            path = ".".join("0" for _ in shape[:-1])
+            expected = 'a list with something in it; a shape with a 0 is said as {"dtype", "shape", "data"}'
+            raise ListFault(path, expected, "[]")
+        if len(shape) > _MAX_DEPTH:
+            raise ListFault("", "at most 4 axes", f"more than {_MAX_DEPTH}")
+        level = level[0]
+    flat = np.empty(math.prod(shape), dtype=dtype)
+    start = 0
+    for place, row in _rows(items, shape, ()):
+        flat[start : start + len(row)] = read_row(row, place)
+        start += len(row)
+    return flat, tuple(shape)
+
+
+def _rows(node: Any, shape: list[int], path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], list[Any]]]:
+    depth = len(path)
+    if not isinstance(node, list):
+        raise ListFault(_dotted(path), f"a list of {shape[depth]}", short(node))
+    if len(node) != shape[depth]:
+        text = f"{shape[depth]} entries, as {_dotted((0,) * depth) or 'the first list'} has"
+        raise ListFault(_dotted(path), text, f"{len(node)} entries")
+    if depth + 1 == len(shape):
+        yield path, node
+        return
+    for index, child in enumerate(node):
+        yield from _rows(child, shape, (*path, index))
+
+
+def _number_row(row: list[Any], path: tuple[int, ...]) -> list[float]:
+    if set(map(type, row)) <= {int, float}:
+        for index, number in enumerate(row):
+            if number in (math.inf, -math.inf):
+                raise ListFault(_dotted((*path, index)), "a number that float64 can hold", "one beyond it")
+        return row
+    numbers = []
+    for index, item in enumerate(row):
+        if isinstance(item, int | float) and not isinstance(item, bool):
+            numbers.append(float(item))
+        elif isinstance(item, str) and item in _SPECIAL:
+            numbers.append(_SPECIAL[item])
+        else:
+            expected = 'a number, "NaN", "Infinity" or "-Infinity"'
+            raise ListFault(_dotted((*path, index)), expected, short(item))
+    return numbers
+
+
+def _bool_row(row: list[Any], path: tuple[int, ...]) -> list[bool]:
+    for index, item in enumerate(row):
+        if not isinstance(item, bool):
+            expected = "true or false (a number to add is bias, 0 and 1 are not a mask)"
+            raise ListFault(_dotted((*path, index)), expected, short(item))
+    return row
+
+
+def _whole_row(row: list[Any], path: tuple[int, ...]) -> list[int]:
+    for index, item in enumerate(row):
+        if not isinstance(item, int) or isinstance(item, bool) or not -(2**63) <= item < 2**63:
+            raise ListFault(_dotted((*path, index)), "a whole number that int64 can hold", short(item))
+    return row
+
+
+def _dotted(path: tuple[int, ...]) -> str:
+    return ".".join(str(index) for index in path)
+
+
+def short(value: Any, limit: int = 80) -> str:
+    """A value as JSON text, cut where it gets long."""
+    if isinstance(value, NestedList):
+        value = value.plain()
+    if isinstance(value, str) and len(value) > limit:
+        return json.dumps(value[:limit], ensure_ascii=False)[:-1] + "…"
+    if isinstance(value, list | dict) and len(value) > limit:
+        return f"a {'list' if isinstance(value, list) else 'object'} of {len(value)}"
+    try:
+        text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        text = type(value).__name__
+    return text if len(text) <= limit else text[:limit] + "…"
