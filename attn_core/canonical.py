@@ -133,7 +133,7 @@ class CanonicalProblem:
         dims = self.dims
         shape = (dims.batch, dims.num_heads, dims.seq_len_q)
         rows = self.all_rows()
-        if self.has_pair_masks and dims.seq_len_kv:
+        if self.has_pair_masks and dims.seq_len_q and dims.seq_len_kv:
             parts = []
             for block in self.row_blocks(_MASK_BLOCK_PAIRS):
                 allowed = self.allowed(block)

@@ -1,4 +1,4 @@
-"""What a problem costs on a kernel: flops, bytes moved, peak bytes. Metadata only; an estimate below the truth is a bug."""
+"""What a problem costs on a kernel: flops, bytes moved, peak bytes. Metadata only; an estimate too low is a bug."""
 
 from __future__ import annotations
 

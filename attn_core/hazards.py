@@ -55,14 +55,22 @@ def find_hazards(problem: CanonicalProblem) -> Hazards:
         query=not largest(problem.query) <= operand,
         key=not largest(problem.key) <= operand,
         value=not largest(problem.value) <= bound,
-        bias=problem.bias is not None and not _tops_finite(problem.bias),
+        bias=problem.bias is not None and _is_hazardous(problem.bias, problem.compute_dtype),
         alibi=alibi,
     )
 
 
-def _tops_finite(bias: Tensor) -> bool:
-    """Whether a bias holds neither NaN nor +inf; -inf is a mask. Its largest tells both."""
-    return bias.numel() == 0 or bias.max().item() < math.inf
+def _is_hazardous(bias: Tensor, arithmetic: torch.dtype) -> bool:
+    """Whether a bias holds NaN, +inf or a number beyond the arithmetic; -inf is a mask."""
+    if bias.dtype == torch.float64 != arithmetic:
+        return bool(_unsound(bias, arithmetic).any())
+    # Nothing is rounded away, so the largest tells both.
+    return bias.numel() > 0 and not bias.max().item() < math.inf
+
+
+def _unsound(bias: Tensor, arithmetic: torch.dtype) -> Tensor:
+    """Where a bias is not a number that the arithmetic can hold; a finite one that becomes -inf there is no mask."""
+    return ~(torch.isfinite(bias.to(arithmetic)) | torch.isneginf(bias))
 
 
 def isolate(problem: CanonicalProblem, hazards: Hazards) -> tuple[CanonicalProblem, Tensor]:
@@ -89,7 +97,7 @@ def isolate(problem: CanonicalProblem, hazards: Hazards) -> tuple[CanonicalProbl
     bad_pair: Tensor | None = None
     if hazards.bias:
         assert problem.bias is not None
-        bad_pair = torch.isnan(problem.bias) | torch.isposinf(problem.bias)
+        bad_pair = _unsound(problem.bias, problem.compute_dtype)
         clean = replace(clean, bias=torch.where(bad_pair, 0.0, problem.bias))
     touched = []
     for rows in problem.row_blocks(_PAIRS_PER_BLOCK):

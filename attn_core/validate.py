@@ -157,7 +157,7 @@ def _read_operand(
     faults: list[Fault],
 ) -> _Operand:
     shape, rank = spec.shape, len(spec.shape)
-    if "layout" in broken:
+    if "layout" in broken or options.layout not in LAYOUTS:
         return _Operand(given=True)
     if options.layout == "bhtd":
         if rank not in (2, 3, 4):
@@ -500,7 +500,8 @@ def find_value_faults(tensors: Mapping[str, Tensor], dims: Dims | None) -> list[
 
     def look(name: str, expected: str, is_wrong: Callable[[Tensor], Tensor]) -> None:
         tensor = tensors.get(name)
-        if tensor is None or tensor.numel() == 0:
+        if tensor is None or tensor.ndim != 1:
+            # find_faults refuses another rank.
             return
         wrong = is_wrong(tensor)
         if wrong.any():
@@ -516,6 +517,9 @@ def find_value_faults(tensors: Mapping[str, Tensor], dims: Dims | None) -> list[
         f"a position of -{MAX_OFFSET} to {MAX_OFFSET}",
         lambda x: (x.long() < -MAX_OFFSET) | (x.long() > MAX_OFFSET),
     )
-    look("alibi_slopes", "a finite number", lambda x: ~torch.isfinite(x))
-    look("sinks", "a finite number", lambda x: ~torch.isfinite(x))
+    query = tensors.get("query")
+    arithmetic = torch.float32 if query is None else compute_dtype(query.dtype)
+    finite = f"a number that is finite in {dtype_text(arithmetic)}"
+    for name in ("alibi_slopes", "sinks"):
+        look(name, finite, lambda x: ~torch.isfinite(x.to(arithmetic)))
     return faults

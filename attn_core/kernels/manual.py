@@ -123,7 +123,7 @@ class _Gather:
                 block = block.index_select(1, self._heads)
             if self._problem.select_rows is not None and self._whole_rows:
                 assert isinstance(at, slice)
-                inside = [row - at.start for row in self._problem.select_rows if at.start <= row < at.stop]
+                inside = sorted(row - at.start for row in self._problem.select_rows if at.start <= row < at.stop)
                 if not inside:
                     return
                 block = block[:, :, inside]

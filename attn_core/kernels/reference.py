@@ -69,10 +69,11 @@ def attend(problem: AttentionProblem) -> dict[str, Tensor]:
                 forbidden |= problem.block_mask.expand(whole)[b, h]
             if options.causal is not False:
                 forbidden |= j > place
+            # A window wider than any distance is open; as it stands it might not fit an int64.
             if options.window_left is not None:
-                forbidden |= j < place - options.window_left
+                forbidden |= j < place - min(options.window_left, 2**54)
             if options.window_right is not None:
-                forbidden |= j > place + options.window_right
+                forbidden |= j > place + min(options.window_right, 2**54)
             forbidden |= j >= num_keys
             forbidden |= torch.arange(seq_len_q).unsqueeze(1) >= num_queries
             logits[forbidden] = -math.inf
