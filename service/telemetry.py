@@ -8,9 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
+
+# The time at which a series began would be a series more for each.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 STAGES = ("read", "parse", "queue", "compute", "encode")
 BUCKETS_S = (

@@ -170,12 +170,11 @@ def encode(outputs: Mapping[str, Tensor], info: Mapping[str, Any], encoding: Enc
     return b"{" + b",".join(parts) + b"}"
 
 
-def encoded_bytes(shape_and_dtype: TensorSpec, encoding: Encoding) -> int:
-    """About how long a tensor's text will be, rather too long than too short."""
-    count = math.prod(shape_and_dtype.shape)
+def text_bytes(tensor_bytes: int, itemsize: int, encoding: Encoding) -> int:
+    """About how long the text of so many bytes of tensors will be, rather too long than too short."""
     if encoding == "base64":
-        return 64 + count * shape_and_dtype.dtype.itemsize * 4 // 3
-    return 64 + count * (26 if shape_and_dtype.dtype.itemsize == 8 else 16)
+        return 256 + tensor_bytes * 4 // 3
+    return 256 + tensor_bytes // itemsize * (26 if itemsize == 8 else 16)
 
 
 def _object_text(tensor: Tensor) -> bytes:

@@ -1,0 +1,50 @@
+# Two commands on a fresh machine with Python 3.11+: `make serve` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+HOST ?= 127.0.0.1
+PORT ?= 8000
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: serve test check format bench clean help
+
+help: ## what can be made
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-8s %s\n", $$1, $$2}'
+
+serve: $(VENV)/.installed ## install into .venv and start the service on http://HOST:PORT
+	$(BIN)/attn serve --host $(HOST) --port $(PORT)
+
+test: $(VENV)/.installed-dev ## install what tests need and run them
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-dev ## lint, format, strict types, arrows of the house, manifests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
+	$(BIN)/hadolint Dockerfile
+
+format: $(VENV)/.installed-dev ## put the code into form
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.installed-dev ## measure the service against its limits, in one run
+	$(BIN)/python -m tests.benchmarks.serving
+
+clean: ## remove what was installed and built
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "attn needs Python 3.11 or newer; try make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/.python
+	$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/.python
+	$(PIP_INSTALL) -e '.[test,check]'
+	@touch $@ $(VENV)/.installed

@@ -1,0 +1,174 @@
+"""`attn ask`: one problem from files to a running service, its answer to the screen or a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+JSON, SAFETENSORS = "application/json", "application/vnd.safetensors"
+LOADABLE = (".json", ".npz", ".safetensors", ".npy")
+SAVABLE = (".json", ".npz", ".safetensors")
+
+
+class AskError(Exception):
+    """What is wrong with the files, the options or the connection, in one sentence."""
+
+
+class Refused(AskError):
+    """The service's refusal; ``problem`` is its body."""
+
+    def __init__(self, problem: dict[str, Any]) -> None:
+        self.problem = problem
+        super().__init__(f"{problem.get('status')}: {problem.get('title')} ({problem.get('detail')})")
+
+
+def ask(
+    files: Sequence[str], *, url: str, path: str, options: Sequence[str], outputs: str | None, save: Path | None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The outputs and ``info`` of one problem. Raises: AskError, Refused."""
+    if save is not None and save.suffix not in SAVABLE:
+        raise AskError(f"--save takes {', '.join(SAVABLE)}, not {save.name}")
+    given = _read_options(options, outputs)
+    body, content_type = _read_problem(files, given)
+    accept = JSON if save is not None and save.suffix == ".json" else SAFETENSORS
+    headers = {"content-type": content_type, "accept": accept, "accept-encoding": "identity"}
+    try:
+        answer = httpx.post(f"{url.rstrip('/')}{path}", content=body, headers=headers, timeout=None)
+    except httpx.HTTPError as error:
+        raise AskError(f"no answer from {url}: {error}") from None
+    if answer.status_code != 200:
+        try:
+            raise Refused(answer.json())
+        except ValueError:
+            raise AskError(f"{url} answered {answer.status_code}: {answer.text[:200]}") from None
+    if accept == JSON:
+        assert save is not None
+        save.write_bytes(answer.content)
+        members = answer.json()
+        return {}, members["info"]
+    tensors = safetensors.torch.load(answer.content)
+    info = json.loads(_metadata(answer.content)["info"])
+    if save is not None:
+        _save(save, answer.content, tensors)
+    return tensors, info
+
+
+def show(tensors: dict[str, Tensor], info: dict[str, Any], console: Console) -> None:
+    """The outputs with their numbers, large ones abridged, and info as a table."""
+    torch.set_printoptions(precision=4, linewidth=110, sci_mode=False)  # type: ignore[no-untyped-call]
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        console.print(f"[bold]{name}[/bold] {dtype} {list(tensor.shape)}", highlight=False)
+        console.print(str(tensor).removeprefix("tensor(").split(", dtype=")[0].rstrip(")"), highlight=False)
+    table = Table(show_header=False, box=None)
+    for name, value in info.items():
+        table.add_row(name, str(value))
+    console.print(table)
+
+
+def show_refusal(problem: dict[str, Any], console: Console) -> None:
+    """A refusal with its faults as a table."""
+    console.print(f"[bold red]{problem.get('status')}[/bold red] {problem.get('title')}: {problem.get('detail')}")
+    if problem.get("errors"):
+        table = Table("field", "expected", "received", box=None)
+        for fault in problem["errors"]:
+            table.add_row(fault["field"] or "(body)", fault["expected"], fault["received"])
+        console.print(table)
+    for name in ("needed_bytes", "allowed_bytes"):
+        if problem.get(name) is not None:
+            console.print(f"{name}: {problem[name]:,}")
+
+
+def _read_options(options: Sequence[str], outputs: str | None) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for option in options:
+        name, sign, text = option.partition("=")
+        if not sign:
+            raise AskError(f"--option takes name=value, such as causal=true, not {option}")
+        try:
+            given[name] = json.loads(text)
+        except ValueError:
+            given[name] = text
+    if outputs is not None:
+        given["outputs"] = [name.strip() for name in outputs.split(",")]
+    return given
+
+
+def _read_problem(files: Sequence[str], options: dict[str, Any]) -> tuple[bytes, str]:
+    if len(files) == 1 and files[0].endswith(".json"):
+        body = _existing(files[0]).read_bytes()
+        if options:
+            try:
+                members = json.loads(body)
+            except ValueError as error:
+                raise AskError(f"{files[0]} is not JSON: {error}") from None
+            if not isinstance(members, dict):
+                raise AskError(f"{files[0]} is not a JSON object")
+            body = json.dumps(members | options).encode()
+        return body, JSON
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        loaded = _load(file, options)
+        twice = tensors.keys() & loaded.keys()
+        if twice:
+            raise AskError(f"{file} brings {', '.join(sorted(twice))} a second time")
+        tensors |= loaded
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    metadata = {"options": json.dumps(options)} if options else None
+    return safetensors.torch.save(contiguous, metadata), SAFETENSORS
+
+
+def _load(file: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    name, sign, where = file.rpartition("=")
+    path = _existing(where)
+    try:
+        match path.suffix:
+            case ".npy" if sign:
+                return {name: torch.from_numpy(np.load(path))}
+            case ".npz" if not sign:
+                with np.load(path) as arrays:
+                    return {key: torch.from_numpy(arrays[key]) for key in arrays.files}
+            case ".safetensors" if not sign:
+                content = path.read_bytes()
+                stored = json.loads(_metadata(content).get("options", "{}"))
+                for key, value in stored.items():
+                    options.setdefault(key, value)
+                return safetensors.torch.load(content)
+    except (ValueError, OSError, TypeError, safetensors.SafetensorError) as error:
+        raise AskError(f"{path}: {error}") from None
+    raise AskError(f"{file}: give a .json, .npz or .safetensors file, or name=FILE.npy for each tensor")
+
+
+def _existing(file: str) -> Path:
+    path = Path(file)
+    if not path.is_file():
+        raise AskError(f"there is no file {file}")
+    return path
+
+
+def _metadata(content: bytes) -> dict[str, str]:
+    length = int.from_bytes(content[:8], "little")
+    found: dict[str, str] = json.loads(content[8 : 8 + length]).get("__metadata__", {})
+    return found
+
+
+def _save(path: Path, content: bytes, tensors: dict[str, Tensor]) -> None:
+    if path.suffix == ".safetensors":
+        path.write_bytes(content)
+        return
+    # numpy has no bfloat16; float32 holds every one of its numbers.
+    arrays: dict[str, Any] = {
+        name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy() for name, tensor in tensors.items()
+    }
+    np.savez(path, **arrays)

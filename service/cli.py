@@ -1,0 +1,106 @@
+"""The command ``attn``: serve, ask, version."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from service.settings import SettingsError, describe_settings, read_settings
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="attn, the attention service: attention and nothing else.",
+)
+_SETTINGS_HELP = "Every setting is also a variable, and the command line wins:\n\n" + "\n\n".join(
+    f"[bold]{name}[/bold] {escape(meaning)} ({escape('[' + default + ']')})"
+    for name, default, meaning in describe_settings()
+)
+BAD_SETTINGS, BAD_START = 2, 1
+
+
+@app.command(epilog=_SETTINGS_HELP)
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to listen on (ATTN_HOST).")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on (ATTN_PORT).")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N (ATTN_DEVICE).")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error (ATTN_LOG_LEVEL).")] = None,
+    log_format: Annotated[str | None, typer.Option(help="json or text (ATTN_LOG_FORMAT).")] = None,
+) -> None:
+    """Start the service."""
+    try:
+        settings = read_settings(host=host, port=port, device=device, log_level=log_level, log_format=log_format)
+    except SettingsError as error:
+        for reason in error.reasons:
+            print(f"attn: {reason}", file=sys.stderr)
+        raise typer.Exit(BAD_SETTINGS) from None
+    # Only now: torch takes seconds to import, and a wrong setting should be told at once.
+    from service import main
+
+    try:
+        code = main.serve(settings)
+    except main.StartError as error:
+        print(f"attn: {error}", file=sys.stderr)
+        raise typer.Exit(BAD_START) from None
+    raise typer.Exit(code)
+
+
+@app.command()
+def ask(
+    files: Annotated[
+        list[str],
+        typer.Argument(help="A .json, .npz or .safetensors file; or query=q.npy key=k.npy ..., one for each tensor."),
+    ],
+    url: Annotated[str, typer.Option(envvar="ATTN_URL", help="Where the service is.")] = "http://127.0.0.1:8000",
+    option: Annotated[list[str] | None, typer.Option("--option", "-o", help="name=value, such as causal=true.")] = None,
+    outputs: Annotated[str | None, typer.Option(help="What to ask for, such as context,weights.")] = None,
+    weighted_sum: Annotated[bool, typer.Option("--weighted-sum", help="weights and value are given.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Write the answer to a .json, .npz or .safetensors file.")] = None,
+) -> None:
+    """Send one problem from files and print or save the answer."""
+    from service import ask as asking
+
+    console, errors = Console(), Console(stderr=True)
+    path = "/v1/weighted_sum" if weighted_sum else "/v1/attention"
+    try:
+        tensors, info = asking.ask(files, url=url, path=path, options=option or [], outputs=outputs, save=save)
+    except asking.Refused as error:
+        asking.show_refusal(error.problem, errors)
+        raise typer.Exit(1) from None
+    except asking.AskError as error:
+        print(f"attn: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    if save is None:
+        asking.show(tensors, info, console)
+    else:
+        console.print(f"wrote {save}", highlight=False)
+
+
+@app.command()
+def version() -> None:
+    """The versions of the service and of what its numbers depend on."""
+    import platform
+
+    import torch
+
+    from service.main import choose_device, service_version
+
+    table = Table(show_header=False, box=None)
+    table.add_row("attn", service_version())
+    table.add_row("torch", torch.__version__)
+    table.add_row("python", platform.python_version())
+    table.add_row("device", str(choose_device("auto")))
+    Console().print(table, highlight=False)
+
+
+def run() -> None:
+    """The entry point."""
+    app()

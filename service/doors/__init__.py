@@ -1,0 +1,1 @@
+"""Where requests come in: thin, each decodes, attends and encodes."""

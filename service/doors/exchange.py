@@ -1,0 +1,154 @@
+"""What surrounds every HTTP request: its id, its stages, its metrics and log line, and an answer whatever happens.
+
+An ASGI layer around the app. Where the answer leaves before the body has been read, it lets the client finish
+sending for a moment before the connection closes, or the reset would destroy the answer on its way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+import uuid
+from collections.abc import Iterator
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.doors.problem_details import MEDIA_TYPE, describe
+from service.lifecycle import Lifecycle, State
+from service.telemetry import OTHER_ROUTE, STAGES, Metrics
+
+log = logging.getLogger("attn.request")
+
+_GOOD_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+LINGER_S = 2.0
+LINGER_BYTES = 8 * 2**20
+SMALL_REST_BYTES = 64 * 1024
+"""So much of an unread body is read and dropped with the connection kept; of a longer one the connection closes."""
+
+
+class Exchange:
+    """One request and its answer, as far as they have come."""
+
+    def __init__(self, scope: Scope) -> None:
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        sent = headers.get(b"x-request-id", b"")
+        self.request_id = sent.decode() if _GOOD_ID.fullmatch(sent) else uuid.uuid4().hex
+        self.began = time.monotonic()
+        self.stages: dict[str, float] = {}
+        self.outcome = "ok"
+        self.status = 0
+        self.received_bytes = 0
+        self.sent_bytes = 0
+        length = headers.get(b"content-length", b"0")
+        self.unread_bytes = int(length) if length.isdigit() else 0
+        if b"transfer-encoding" in headers:
+            self.unread_bytes = 2**63
+        self.body_is_read = self.unread_bytes == 0
+
+    @property
+    def must_close(self) -> bool:
+        return not self.body_is_read and self.unread_bytes > SMALL_REST_BYTES
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.stages[name] = time.monotonic() - began
+
+    def server_timing(self) -> bytes:
+        return ", ".join(f"{name};dur={self.stages.get(name, 0.0) * 1e3:.3f}" for name in STAGES).encode()
+
+
+class ExchangeLayer:
+    """Wraps the app; ``routes`` are the paths that may be named in metrics."""
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, lifecycle: Lifecycle, routes: frozenset[str]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._lifecycle = lifecycle
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = Exchange(scope)
+        scope["attn.exchange"] = exchange
+        started = False
+
+        async def send_measured(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                exchange.status = message["status"]
+                extra = [
+                    (b"x-request-id", exchange.request_id.encode()),
+                    (b"server-timing", exchange.server_timing()),
+                ]
+                if exchange.must_close or self._lifecycle.state in (State.DRAINING, State.STOPPED):
+                    extra.append((b"connection", b"close"))
+                message["headers"] = [*message.get("headers", ()), *extra]
+            elif message["type"] == "http.response.body":
+                exchange.sent_bytes += len(message.get("body", b""))
+                if exchange.must_close and not message.get("more_body", False):
+                    await send({**message, "more_body": True})
+                    await _linger(receive)
+                    message = {"type": "http.response.body", "body": b"", "more_body": False}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_measured)
+        except asyncio.CancelledError:
+            exchange.outcome = "cancelled"
+            raise
+        except Exception as error:
+            failure, body, headers = describe(error, exchange.request_id)
+            exchange.outcome = failure.name
+            if started:
+                raise
+            raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+            raw += [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", str(len(body)).encode())]
+            await send_measured({"type": "http.response.start", "status": failure.http, "headers": raw})
+            await send_measured({"type": "http.response.body", "body": body})
+        finally:
+            self._record(scope, exchange)
+
+    def _record(self, scope: Scope, exchange: Exchange) -> None:
+        metrics, path = self._metrics, scope["path"]
+        route = path if path in self._routes else OTHER_ROUTE
+        elapsed = time.monotonic() - exchange.began
+        metrics.requests.labels(route, exchange.outcome).inc()
+        metrics.request_seconds.labels(route).observe(elapsed)
+        metrics.observe_stages(exchange.stages)
+        metrics.bytes_in.inc(exchange.received_bytes)
+        metrics.bytes_out.inc(exchange.sent_bytes)
+        level = logging.DEBUG if exchange.status < 400 else logging.INFO if exchange.status < 500 else logging.WARNING
+        if log.isEnabledFor(level):
+            fields = {
+                "request_id": exchange.request_id,
+                "method": scope["method"],
+                "route": route,
+                "status": exchange.status,
+                "outcome": exchange.outcome,
+                "elapsed_ms": round(elapsed * 1e3, 3),
+                "received_bytes": exchange.received_bytes,
+                "sent_bytes": exchange.sent_bytes,
+            }
+            log.log(level, "%s %s %d", scope["method"], route, exchange.status, extra={"fields": fields})
+
+
+async def _linger(receive: Receive) -> None:
+    """Read and drop what the client is still sending, for a moment."""
+    dropped = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while dropped < LINGER_BYTES:
+                message = await receive()
+                if message["type"] != "http.request" or not message.get("more_body", False):
+                    return
+                dropped += len(message.get("body", b""))

@@ -1,0 +1,56 @@
+"""Refusals as RFC 9457 problem details."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from attn_core.errors import Fault, InvalidProblem, TooLarge
+from service.errors import MethodNotServed, Overloaded, ServiceError, Unavailable
+from service.failures import INTERNAL, Failure, failure_of
+from service.wire.requests import MAX_FAULTS
+
+MEDIA_TYPE = "application/problem+json"
+_MAX_NAMES = 10
+
+log = logging.getLogger("attn.door")
+
+
+def describe(error: BaseException, request_id: str) -> tuple[Failure, bytes, Mapping[str, str]]:
+    """An error as its row of the table, the body that tells a caller what to mend, and headers of its own."""
+    failure = failure_of(error)
+    faults: tuple[Fault, ...] = error.faults if isinstance(error, InvalidProblem | ServiceError) else ()
+    body: dict[str, Any] = {
+        "type": f"/errors/{failure.name}",
+        "title": failure.title,
+        "status": failure.http,
+        "detail": _detail(error, failure, faults, request_id),
+        "errors": [
+            {"field": fault.field, "expected": fault.expected, "received": fault.received}
+            for fault in faults[:MAX_FAULTS]
+        ],
+    }
+    headers: dict[str, str] = {}
+    if isinstance(error, TooLarge):
+        body["needed_bytes"] = error.needed_bytes
+        body["allowed_bytes"] = error.allowed_bytes
+    if isinstance(error, Overloaded | Unavailable):
+        headers["retry-after"] = str(error.retry_after_s)
+    if isinstance(error, MethodNotServed):
+        headers["allow"] = error.allow
+    if failure is INTERNAL:
+        log.error("unexpected", exc_info=error, extra={"fields": {"request_id": request_id}})
+    return failure, orjson.dumps(body), headers
+
+
+def _detail(error: BaseException, failure: Failure, faults: tuple[Fault, ...], request_id: str) -> str:
+    if failure is INTERNAL:
+        return f"this is a mistake of the server; its log names request {request_id}"
+    if isinstance(error, InvalidProblem):
+        names = list(dict.fromkeys(fault.field or "body" for fault in faults))
+        listed = ", ".join(names[:_MAX_NAMES]) + (" and more" if len(names) > _MAX_NAMES else "")
+        return f"{len(faults)} fault{'' if len(faults) == 1 else 's'}: {listed}"
+    return str(error)

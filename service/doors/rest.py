@@ -1,0 +1,293 @@
+"""The native REST door: decode, attend, encode."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import zlib
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fastapi import APIRouter, FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from attn_core.cost import Cost
+from attn_core.problem import OUTPUTS
+from attn_core.validate import PATHS, dtype_text
+from service.admission import Admission
+from service.attend import Attend
+from service.deadline import Deadline
+from service.doors import health, openapi
+from service.doors.body import Disconnected, Negotiated, negotiate, read_body
+from service.doors.exchange import Exchange, ExchangeLayer
+from service.doors.problem_details import MEDIA_TYPE as PROBLEM_MEDIA_TYPE
+from service.doors.problem_details import describe
+from service.errors import MethodNotServed, NotFound, Overloaded, Unavailable
+from service.lifecycle import Lifecycle
+from service.request_queue import Answer
+from service.telemetry import Metrics
+from service.wire import json_format, safetensors_format
+from service.wire.requests import ATTENTION, WEIGHTED_SUM, Call, DecodedRequest, ReadLimits
+from service.wire.tensors import FLOAT_NAMES, MAX_RANK
+
+LONG_TEXT_BYTES = 256 * 1024
+"""Text of this length is read and written off the event loop."""
+GZIP_FROM_BYTES = 1024
+GZIP_LEVEL = 1
+GZIP_SAMPLE_BYTES = 8 * 1024
+GZIP_WORTH = 0.8
+"""An answer is gzipped when a sample of it shrinks to this share or less; most float32 numbers do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestLimits:
+    """What the door lets through, and what it says about it under GET /v1."""
+
+    read: ReadLimits
+    max_body_bytes: int
+    default_timeout_s: float
+    max_queue_requests: int
+    memory_bytes: Callable[[], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the door works with, made by ``main``."""
+
+    attend: Attend
+    admission: Admission
+    lifecycle: Lifecycle
+    metrics: Metrics
+    limits: RestLimits
+    version: str
+    device: str
+
+
+class PiecesResponse(Response):
+    """An answer sent piece by piece, none of them joined or copied."""
+
+    def __init__(self, pieces: list[bytes | memoryview], media_type: str, headers: Mapping[str, str]) -> None:
+        self.pieces = pieces
+        self.status_code = 200
+        self.background = None
+        self.media_type = media_type
+        self.body = b""
+        length = sum(len(piece) for piece in pieces)
+        self.init_headers({**headers, "content-length": str(length), "content-type": media_type})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        last = len(self.pieces) - 1
+        for index, piece in enumerate(self.pieces):
+            await send({"type": "http.response.body", "body": piece, "more_body": index < last})
+
+
+def build_app(parts: Parts) -> ASGIApp:
+    """The FastAPI app with every REST route, wrapped in the layer that gives each request its id and its answer."""
+    app = FastAPI(
+        title="attn, the attention service",
+        version=parts.version,
+        description=openapi.DESCRIPTION,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    door = _RestDoor(parts)
+    app.include_router(door.router())
+    app.include_router(health.router(parts.lifecycle, parts.metrics))
+    openapi.install(app)
+    app.add_exception_handler(HTTPException, _routing_error)
+    routes = frozenset(app.openapi()["paths"]) | {"/docs", "/openapi.json"}
+    return ExchangeLayer(app, metrics=parts.metrics, lifecycle=parts.lifecycle, routes=routes)
+
+
+async def _routing_error(request: Request, error: Exception) -> Response:
+    """What the router itself refuses, in the form of all other refusals."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        allow = (error.headers or {}).get("Allow", "")
+        message = f"{request.url.path} takes {allow}, not {request.method}"
+        return refusal(request, MethodNotServed(message, allow=allow))
+    return refusal(request, NotFound(f"there is no {request.url.path[:200]}"))
+
+
+def exchange_of(request: Request) -> Exchange:
+    exchange: Exchange = request.scope["attn.exchange"]
+    return exchange
+
+
+def refusal(request: Request, error: BaseException) -> Response:
+    """An error as its answer."""
+    exchange = exchange_of(request)
+    failure, body, headers = describe(error, exchange.request_id)
+    exchange.outcome = failure.name
+    return Response(body, status_code=failure.http, headers=dict(headers), media_type=PROBLEM_MEDIA_TYPE)
+
+
+class _RestDoor:
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._text_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="attn-text")
+
+    def router(self) -> APIRouter:
+        router = APIRouter()
+        router.add_api_route(
+            "/v1/attention",
+            self._endpoint(ATTENTION),
+            methods=["POST"],
+            **openapi.ATTENTION_ROUTE,
+        )
+        router.add_api_route(
+            "/v1/weighted_sum",
+            self._endpoint(WEIGHTED_SUM),
+            methods=["POST"],
+            **openapi.WEIGHTED_SUM_ROUTE,
+        )
+        router.add_api_route("/v1", self._describe_service, methods=["GET"], **openapi.SERVICE_ROUTE)
+        return router
+
+    def _endpoint(self, call: Call) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            try:
+                return await self._serve(request, call)
+            except Disconnected:
+                exchange_of(request).outcome = "disconnected"
+                return Response(status_code=400)
+            except Exception as error:
+                if isinstance(error, Overloaded | Unavailable):
+                    self._parts.metrics.refused.labels(error.reason).inc()
+                return refusal(request, error)
+
+        return endpoint
+
+    async def _serve(self, request: Request, call: Call) -> Response:
+        parts, exchange, headers = self._parts, exchange_of(request), request.headers
+        deadline = Deadline(exchange.began + parts.limits.default_timeout_s)
+        with parts.lifecycle.work(), parts.admission.request() as permit, parts.metrics.in_flight.track_inprogress():
+            forms = negotiate(headers)
+            with exchange.stage("read"):
+                body = await read_body(
+                    request.receive,
+                    headers,
+                    exchange=exchange,
+                    permit=permit,
+                    deadline=deadline,
+                    max_bytes=parts.limits.max_body_bytes,
+                    is_gzipped=forms.body_is_gzipped,
+                )
+            with exchange.stage("parse"):
+                decoded = await self._decode(body, call, forms)
+            if decoded.timeout_s is not None:
+                deadline = Deadline(exchange.began + decoded.timeout_s)
+            answer = await parts.attend.attend(
+                decoded.problem, deadline, answer_bytes=functools.partial(_answer_bytes, decoded, forms)
+            )
+            exchange.stages |= {"queue": answer.queue_s, "compute": answer.compute_s}
+            self._count(answer)
+            with exchange.stage("encode"):
+                return await self._encode(answer, decoded, forms)
+
+    async def _decode(self, body: bytearray, call: Call, forms: Negotiated) -> DecodedRequest:
+        answer_is_json = forms.answer_form == json_format.MEDIA_TYPE
+        limits = self._parts.limits.read
+        if forms.request_form == safetensors_format.MEDIA_TYPE:
+            return safetensors_format.decode(body, call, limits, answer_is_json=answer_is_json)
+        read = functools.partial(json_format.decode, body, call, limits, answer_is_json=answer_is_json)
+        if len(body) < LONG_TEXT_BYTES:
+            return read()
+        return await asyncio.get_running_loop().run_in_executor(self._text_pool, read)
+
+    async def _encode(self, answer: Answer, decoded: DecodedRequest, forms: Negotiated) -> Response:
+        loop = asyncio.get_running_loop()
+        outputs, info = answer.result.outputs, info_of(answer)
+        pieces: list[bytes | memoryview]
+        if forms.answer_form == safetensors_format.MEDIA_TYPE:
+            pieces = safetensors_format.encode(outputs, info)
+        else:
+            write = functools.partial(json_format.encode, outputs, info, decoded.encoding)
+            size = sum(tensor.nbytes for tensor in outputs.values())
+            text = write() if size < LONG_TEXT_BYTES else await loop.run_in_executor(self._text_pool, write)
+            pieces = [text]
+        headers = {"vary": "Accept, Accept-Encoding"}
+        if forms.accepts_gzip and _is_worth_gzip(pieces):
+            size = sum(len(piece) for piece in pieces)
+            squeeze = functools.partial(_gzip, pieces)
+            pieces = [squeeze() if size < LONG_TEXT_BYTES else await loop.run_in_executor(self._text_pool, squeeze)]
+            headers["content-encoding"] = "gzip"
+        return PiecesResponse(pieces, forms.answer_form, headers)
+
+    def _count(self, answer: Answer) -> None:
+        metrics, result = self._parts.metrics, answer.result
+        metrics.paths.labels(result.path).inc()
+        metrics.flops.inc(result.flops)
+        metrics.batch_requests.observe(answer.batch_requests)
+        metrics.empty_rows.inc(result.empty_rows)
+        metrics.nonfinite_rows.inc(result.nonfinite_rows)
+
+    async def _describe_service(self) -> dict[str, Any]:
+        limits = self._parts.limits
+        return {
+            "version": self._parts.version,
+            "torch": torch.__version__,
+            "device": self._parts.device,
+            "state": self._parts.lifecycle.state.value,
+            "dtypes": list(FLOAT_NAMES),
+            "outputs": list(OUTPUTS),
+            "paths": list(PATHS),
+            "limits": {
+                "max_body_bytes": limits.max_body_bytes,
+                "memory_bytes": limits.memory_bytes(),
+                "max_queue_requests": limits.max_queue_requests,
+                "default_timeout_ms": limits.default_timeout_s * 1e3,
+                "max_timeout_ms": limits.read.max_timeout_s * 1e3,
+                "max_tensor_elements": limits.read.tensors.max_tensor_elements,
+                "max_axis": limits.read.tensors.max_axis,
+                "max_rank": MAX_RANK,
+            },
+        }
+
+
+def info_of(answer: Answer) -> dict[str, Any]:
+    """How an answer came about, as callers read it."""
+    result = answer.result
+    return {
+        "path": result.path,
+        "why": result.why,
+        "device": result.device,
+        "dtype": dtype_text(result.dtype),
+        "queue_ms": round(answer.queue_s * 1e3, 3),
+        "compute_ms": round(answer.compute_s * 1e3, 3),
+        "batch_requests": answer.batch_requests,
+        "empty_rows": result.empty_rows,
+        "nonfinite_rows": result.nonfinite_rows,
+        "peak_bytes": result.peak_bytes,
+        "flops": result.flops,
+    }
+
+
+def _answer_bytes(decoded: DecodedRequest, forms: Negotiated, cost: Cost) -> int:
+    """What the written answer takes besides the outputs themselves: nothing where their memory is sent as it is."""
+    if forms.answer_form == safetensors_format.MEDIA_TYPE:
+        return 0
+    first = decoded.problem.tensors()
+    itemsize = next(iter(first.values())).dtype.itemsize
+    # The text of each output, and the whole that is joined from them.
+    return 2 * json_format.text_bytes(cost.output_bytes, itemsize, decoded.encoding)
+
+
+def _is_worth_gzip(pieces: list[bytes | memoryview]) -> bool:
+    if sum(len(piece) for piece in pieces) < GZIP_FROM_BYTES:
+        return False
+    longest = max(pieces, key=len)
+    middle = len(longest) // 2
+    sample = longest[middle : middle + GZIP_SAMPLE_BYTES] if len(longest) > 2 * GZIP_SAMPLE_BYTES else longest
+    return len(zlib.compress(sample, GZIP_LEVEL)) <= GZIP_WORTH * len(sample)
+
+
+def _gzip(pieces: list[bytes | memoryview]) -> bytes:
+    squeeze = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, 31)
+    return b"".join([*(squeeze.compress(piece) for piece in pieces), squeeze.flush()])

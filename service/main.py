@@ -1,0 +1,190 @@
+"""The composition root: settings to parts to doors; signals; the exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import resource
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import uvicorn
+import uvloop
+
+from attn_core.engine import Engine, estimate
+from service import memory
+from service.admission import Admission
+from service.attend import Attend
+from service.batcher import Batcher
+from service.doors.rest import Parts, RestLimits, build_app
+from service.lifecycle import Lifecycle
+from service.request_queue import RequestQueue
+from service.settings import Settings
+from service.telemetry import Metrics, set_up_logging
+from service.wire.requests import ReadLimits
+from service.wire.tensors import Limits
+
+log = logging.getLogger("attn.main")
+
+BUDGET_SHARE = 0.8
+"""The share of free memory that one problem may need where no budget is set."""
+ENGINE_STOP_S = 2.0
+
+
+class StartError(Exception):
+    """The service cannot start; the message says why."""
+
+
+def service_version() -> str:
+    try:
+        return version("attn")
+    except PackageNotFoundError:
+        return "0.0.0+source"
+
+
+def serve(settings: Settings) -> int:
+    """Run until SIGTERM or SIGINT; 0 when nothing accepted was lost. Raises: StartError."""
+    set_up_logging(level=settings.log_level, as_json=settings.log_format == "json")
+    device = choose_device(settings.device)
+    listener = listen(settings.host, settings.port)
+    code, engine_ended = uvloop.run(_serve(settings, device, listener))
+    if not engine_ended:
+        # A kernel that is still running cannot be interrupted, and torch must not be torn down under it.
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that a setting means. Raises: StartError when it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise StartError(f"ATTN_DEVICE: {name} is not there; torch sees {torch.cuda.device_count()} GPUs")
+    return device
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises: StartError naming the address that cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise StartError(f"cannot listen on {host}:{port}: {error}") from None
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise StartError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: they would close the port first and raise the signal again at the end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(settings: Settings, device: torch.device, listener: socket.socket) -> tuple[int, bool]:
+    lifecycle, metrics = Lifecycle(), Metrics()
+    lifecycle.listen_for_signals()
+    queue = RequestQueue(max_requests=settings.max_queue_requests)
+    allowed_bytes = _allowed_bytes(settings, device)
+    admission = Admission(
+        max_requests=settings.max_requests_inside,
+        max_body_bytes_inside=settings.max_body_bytes_inside,
+        allowed_bytes=allowed_bytes,
+    )
+    metrics.queue_depth.set_function(lambda: len(queue))
+    metrics.watch_memory(functools.partial(_memory_by_kind, device))
+    threads = settings.torch_threads or len(os.sched_getaffinity(0))
+    batcher = Batcher(
+        make_engine=lambda: Engine(device=device, max_threads=threads),
+        queue=queue,
+        on_ready=lifecycle.mark_ready,
+        on_lost=lifecycle.mark_lost,
+    )
+    app = build_app(
+        Parts(
+            attend=Attend(
+                admission=admission, queue=queue, estimate=functools.partial(estimate, device_type=device.type)
+            ),
+            admission=admission,
+            lifecycle=lifecycle,
+            metrics=metrics,
+            limits=RestLimits(
+                read=ReadLimits(
+                    tensors=Limits(max_tensor_elements=settings.max_tensor_elements, max_axis=settings.max_axis),
+                    max_timeout_s=settings.max_timeout_s,
+                ),
+                max_body_bytes=settings.max_body_bytes,
+                default_timeout_s=min(settings.request_timeout_s, settings.max_timeout_s),
+                max_queue_requests=settings.max_queue_requests,
+                memory_bytes=allowed_bytes,
+            ),
+            version=service_version(),
+            device=str(device),
+        )
+    )
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_keep_alive=max(1, round(settings.keep_alive_s)),
+            timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
+            backlog=2048,
+        )
+    )
+    batcher.start()
+    host, port = listener.getsockname()[:2]
+    log.info("listening", extra={"fields": {"host": host, "port": port, "device": str(device), "threads": threads}})
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    stop = asyncio.create_task(lifecycle.wait_until_asked_to_stop())
+    await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    given_up = await lifecycle.drain(notice_s=settings.drain_notice_s, timeout_s=settings.drain_timeout_s)
+    server.should_exit = True
+    await serving
+    lifecycle.mark_stopped()
+    engine_ended = await asyncio.to_thread(batcher.stop, ENGINE_STOP_S)
+    log.info("stopped", extra={"fields": {"given_up_requests": given_up}})
+    return (1 if given_up else 0), engine_ended
+
+
+def _allowed_bytes(settings: Settings, device: torch.device) -> Callable[[], int]:
+    if settings.memory_budget_bytes:
+        return lambda: settings.memory_budget_bytes
+    return lambda: int(BUDGET_SHARE * memory.free_bytes(device))
+
+
+def _memory_by_kind(device: torch.device) -> dict[str, float]:
+    if device.type == "cuda":
+        return {
+            "allocated": torch.cuda.memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+            "peak": torch.cuda.max_memory_allocated(device),
+            "limit": memory.total_bytes(device),
+        }
+    return {
+        "resident": memory.resident_bytes(),
+        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "limit": memory.total_bytes(device),
+    }

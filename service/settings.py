@@ -1,0 +1,122 @@
+"""Every setting, read once from the environment; what is unknown or malformed stops the start, by name."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+PREFIX = "ATTN_"
+CLIENT_VARIABLES = frozenset({"ATTN_URL"})
+"""Read by clients: known, and nothing to the server."""
+
+_KUBERNETES = re.compile(r"ATTN_(.*_)?(SERVICE_(HOST|PORT.*)|PORT_\d+_(TCP|UDP).*)")
+_LINKS_ADVICE = (
+    "Kubernetes sets it in every pod beside a Service called attn: put `enableServiceLinks: false` into the pod's spec"
+)
+
+
+class SettingsError(Exception):
+    """Settings that cannot be used; every reason is in ``reasons``, naming its variable."""
+
+    def __init__(self, reasons: list[str]) -> None:
+        self.reasons = reasons
+        super().__init__("; ".join(reasons))
+
+
+class Settings(BaseSettings):
+    """Each field is the environment variable ATTN_ and its name in capitals."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", env_ignore_empty=False)
+
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for all")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
+    device: str = Field(
+        "auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="auto, cpu, cuda or cuda:N; auto takes a GPU if there is one",
+    )
+    torch_threads: int = Field(
+        0, ge=0, le=1024, description="threads of one large problem on CPU; 0 for as many as there are cores"
+    )
+    max_body_bytes: int = Field(512 * 2**20, ge=1024, description="largest body, as sent and inflated")
+    max_body_bytes_inside: int = Field(
+        2 * 2**30, ge=1024, description="bodies of all requests inside together; one alone is always let in"
+    )
+    max_requests_inside: int = Field(1024, ge=1, description="requests inside: read, waiting, computed or answered")
+    max_queue_requests: int = Field(256, ge=1, description="problems that may wait for the engine")
+    max_tensor_elements: int = Field(2**31 - 1, ge=1, description="elements of one tensor")
+    max_axis: int = Field(2**24, ge=1, description="length of one axis of a tensor")
+    memory_budget_bytes: int = Field(
+        0, ge=0, description="memory that one problem may need; 0 for four fifths of what is free at that moment"
+    )
+    request_timeout_s: float = Field(60.0, gt=0, le=86400, description="deadline of a request that names none")
+    max_timeout_s: float = Field(600.0, gt=0, le=86400, description="longest deadline a request may ask for")
+    keep_alive_s: float = Field(75.0, gt=0, le=86400, description="how long an idle connection is kept")
+    drain_notice_s: float = Field(
+        0.5, ge=0, le=3600, description="after SIGTERM the port stays open at least this long, answering 503"
+    )
+    drain_timeout_s: float = Field(
+        30.0, gt=0, le=86400, description="after SIGTERM the longest wait for requests inside"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug logs every request")
+    log_format: Literal["json", "text"] = Field("json", description="one JSON object a line, or text")
+
+
+def read_settings(environment: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
+    """The settings of this process; ``overrides`` (the command line) win over the environment.
+
+    Raises: SettingsError with every variable that is unknown or malformed.
+    """
+    environment = os.environ if environment is None else environment
+    given = {name.upper(): text for name, text in environment.items() if name.upper().startswith(PREFIX)}
+    reasons = []
+    values: dict[str, Any] = {}
+    for name, text in sorted(given.items()):
+        field = name.removeprefix(PREFIX).lower()
+        if field in Settings.model_fields and not _KUBERNETES.fullmatch(name):
+            values[field] = text
+        elif name not in CLIENT_VARIABLES:
+            advice = _LINKS_ADVICE if _KUBERNETES.fullmatch(name) else "`attn serve --help` lists the settings"
+            reasons.append(f"{name} is not a setting; {advice}")
+    values |= {name: value for name, value in overrides.items() if value is not None}
+    settings: Settings | None = None
+    try:
+        settings = _Given(**values)
+    except ValidationError as error:
+        for wrong in error.errors(include_url=False, include_context=False):
+            name = PREFIX + str(wrong["loc"][0]).upper()
+            advice = f"; {_LINKS_ADVICE}" if str(wrong["input"]).startswith(("tcp://", "udp://")) else ""
+            reasons.append(
+                f"{name}: {wrong['msg'][:1].lower() + wrong['msg'][1:]}, received {wrong['input']!r}{advice}"
+            )
+    if reasons or settings is None:
+        raise SettingsError(reasons)
+    return settings
+
+
+class _Given(Settings):
+    """Settings from the values handed in, and from nowhere else: the environment was read, and checked, before."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)
+
+
+def describe_settings() -> list[tuple[str, str, str]]:
+    """(variable, default, meaning) of every setting, for help and documentation."""
+    return [
+        (PREFIX + name.upper(), str(field.default), field.description or "")
+        for name, field in Settings.model_fields.items()
+    ]
