@@ -76,7 +76,7 @@ def _fused_scratch(problem: CanonicalProblem) -> int:
     dims = problem.dims
     itemsize = problem.query.dtype.itemsize
     strided = sum(t.nbytes for t in (problem.query, problem.key, problem.value) if t.stride(-1) != 1)
-    if problem.forbids_nothing or problem.is_square_causal:
+    if not fused.needs_mask(problem):
         return strided
     rows = fused.mask_block_rows(problem)
     masks = (problem.allow_mask, problem.block_mask, problem.bias)

@@ -21,10 +21,21 @@ MASK_BLOCK_PAIRS = 2**24
 BLOCK_ROW_MULTIPLE = 256
 
 
+def needs_mask(problem: CanonicalProblem) -> bool:
+    """Whether a mask must be made: nothing is forbidden otherwise, or only what SDPA's own ``is_causal`` forbids."""
+    return not problem.forbids_nothing and not _is_causal(problem)
+
+
+def _is_causal(problem: CanonicalProblem) -> bool:
+    # On CPU the kernel scales its -inf too: a scale of 0 makes them NaN, one below 0 makes them +inf.
+    scale = torch.tensor(problem.scale, dtype=problem.compute_dtype).item()
+    return problem.is_square_causal and scale > 0
+
+
 def mask_block_rows(problem: CanonicalProblem) -> int:
     """How many query rows one call takes; all of them unless a large mask must be made. Shape alone decides."""
     dims = problem.dims
-    if problem.forbids_nothing or problem.is_square_causal:
+    if not needs_mask(problem):
         return dims.seq_len_q
     heads = dims.num_heads if any(m is not None and m.shape[1] > 1 for m in _pair_masks(problem)) else 1
     per_row = max(1, dims.batch * heads * dims.seq_len_kv)
@@ -42,8 +53,8 @@ def attend(problem: CanonicalProblem) -> KernelOutput:
     """context and, where asked, logsumexp of a problem without hazards."""
     query, key, value = (_unit_stride(t) for t in (problem.query, problem.key, problem.value))
     wants_lse = "logsumexp" in problem.outputs
-    if problem.forbids_nothing or problem.is_square_causal:
-        context, lse = _call(problem, query, key, value, None, is_causal=problem.is_square_causal, wants_lse=wants_lse)
+    if not needs_mask(problem):
+        context, lse = _call(problem, query, key, value, None, is_causal=_is_causal(problem), wants_lse=wants_lse)
         return KernelOutput(outputs=_asked(problem, context, lse))
     contexts, lses, empties = [], [], []
     every, size = problem.all_rows(), mask_block_rows(problem)
