@@ -15,7 +15,7 @@ from attn_core.hazards import find_hazards, isolate
 from attn_core.kernels import choose_path, fused, manual
 from attn_core.kernels.output import KernelOutput, without_pairs
 from attn_core.maths.context import weighted_context
-from attn_core.numerics import compute_dtype
+from attn_core.numerics import aligned, compute_dtype
 from attn_core.problem import AttentionProblem, AttentionResult, WeightedSumProblem
 from attn_core.validate import check_problem, check_values
 
@@ -71,7 +71,7 @@ class Engine:
         self.attend(AttentionProblem(query=query, options=replace(problem.options, outputs=("context", "weights"))))
 
     def _attention(self, problem: AttentionProblem) -> AttentionResult:
-        canonical = canonicalize(self._on_device(problem))
+        canonical = canonicalize(self._placed(problem))
         path, why = choose_path(canonical, problem.options.path)
         cost = attention_cost(canonical, path)
         self._use_threads(cost.flops)
@@ -106,7 +106,7 @@ class Engine:
         arithmetic = compute_dtype(storage)
         rank = problem.weights.ndim
         weights, value = (
-            t.to(self.device, arithmetic).reshape((1,) * (4 - rank) + tuple(t.shape))
+            aligned(t.to(self.device, arithmetic)).reshape((1,) * (4 - rank) + tuple(t.shape))
             for t in (problem.weights, problem.value)
         )
         context = weighted_context(weights, value).to(storage)
@@ -122,11 +122,19 @@ class Engine:
             flops=cost.flops,
         )
 
-    def _on_device(self, problem: AttentionProblem) -> AttentionProblem:
-        if problem.query.device == self.device:
+    def _placed(self, problem: AttentionProblem) -> AttentionProblem:
+        """The problem where it will be computed: on the device, and on the host at addresses that give equal bits."""
+        if problem.query.device != self.device:
+            moved = {name: t.to(self.device, non_blocking=True) for name, t in problem.tensors().items()}
+            return replace(problem, **moved)  # type: ignore[arg-type]
+        if self.device.type != "cpu":
             return problem
-        moved = {name: t.to(self.device, non_blocking=True) for name, t in problem.tensors().items()}
-        return replace(problem, **moved)  # type: ignore[arg-type]
+        operands = (problem.query, problem.key, problem.value)
+        query, key, value = (None if t is None else aligned(t) for t in operands)
+        assert query is not None
+        if query is problem.query and key is problem.key and value is problem.value:
+            return problem
+        return replace(problem, query=query, key=key, value=value)
 
     def _use_threads(self, flops: int) -> None:
         threads = self.max_threads if flops >= THREADS_FROM_FLOPS else 1

@@ -11,6 +11,9 @@ EMPTY_CONTEXT = 0.0
 EMPTY_WEIGHT = 0.0
 EMPTY_LOGSUMEXP = -math.inf
 
+ALIGNMENT_BYTES = 64
+"""Where torch begins the tensors that it allocates on the host."""
+
 _SAFE_LOGIT = {torch.float32: 1e30, torch.float64: 1e290}
 
 
@@ -25,12 +28,28 @@ def safe_operand(dtype: torch.dtype, *, head_dim: int, scale: float) -> float:
     A product of ``head_dim`` such pairs times ``scale`` stays under 1e30 (1e290 in float64), and adding that
     to the largest finite number rounds back to it.
     """
-    return math.sqrt(_SAFE_LOGIT[compute_dtype(dtype)] / (max(head_dim, 1) * max(abs(scale), 1.0)))
+    limit = math.sqrt(_SAFE_LOGIT[compute_dtype(dtype)] / (max(head_dim, 1) * max(abs(scale), 1.0)))
+    return _finite_in(dtype, limit)
 
 
 def safe_value(dtype: torch.dtype, *, seq_len_kv: int) -> float:
     """The largest |number| of value of which ``seq_len_kv`` can be added before the sum is normalised."""
-    return float(torch.finfo(compute_dtype(dtype)).max) / (2.0 * max(seq_len_kv, 1))
+    return _finite_in(dtype, float(torch.finfo(compute_dtype(dtype)).max) / (2.0 * max(seq_len_kv, 1)))
+
+
+def _finite_in(dtype: torch.dtype, limit: float) -> float:
+    # A comparison rounds the limit to the dtype of the tensor: one above its largest number would let infinity pass.
+    return min(limit, float(torch.finfo(dtype).max))
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor where torch itself would have put it: on a multiple of 64 bytes, copied if need be.
+
+    BLAS picks its instructions by the address, so the same numbers elsewhere in memory could give other bits.
+    """
+    if tensor.device.type != "cpu" or tensor.numel() == 0 or tensor.data_ptr() % ALIGNMENT_BYTES == 0:
+        return tensor
+    return tensor.clone()
 
 
 def largest(tensor: Tensor) -> float:

@@ -11,11 +11,13 @@ import resource
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from attn_core.engine import Engine, estimate
 from service import memory
@@ -98,9 +100,20 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _serve(settings: Settings, device: torch.device, listener: socket.socket) -> tuple[int, bool]:
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """The parts of one service, joined and not yet started."""
+
+    app: ASGIApp
+    lifecycle: Lifecycle
+    batcher: Batcher
+    admission: Admission
+    metrics: Metrics
+
+
+def compose(settings: Settings, device: torch.device, *, make_engine: Callable[[], Engine]) -> Composition:
+    """Join the parts as the settings say. To be called in the event loop that will serve."""
     lifecycle, metrics = Lifecycle(), Metrics()
-    lifecycle.listen_for_signals()
     queue = RequestQueue(max_requests=settings.max_queue_requests)
     allowed_bytes = _allowed_bytes(settings, device)
     admission = Admission(
@@ -110,13 +123,7 @@ async def _serve(settings: Settings, device: torch.device, listener: socket.sock
     )
     metrics.queue_depth.set_function(lambda: len(queue))
     metrics.watch_memory(functools.partial(_memory_by_kind, device))
-    threads = settings.torch_threads or len(os.sched_getaffinity(0))
-    batcher = Batcher(
-        make_engine=lambda: Engine(device=device, max_threads=threads),
-        queue=queue,
-        on_ready=lifecycle.mark_ready,
-        on_lost=lifecycle.mark_lost,
-    )
+    batcher = Batcher(make_engine=make_engine, queue=queue, on_ready=lifecycle.mark_ready, on_lost=lifecycle.mark_lost)
     app = build_app(
         Parts(
             attend=Attend(
@@ -139,7 +146,12 @@ async def _serve(settings: Settings, device: torch.device, listener: socket.sock
             device=str(device),
         )
     )
-    server = _Server(
+    return Composition(app=app, lifecycle=lifecycle, batcher=batcher, admission=admission, metrics=metrics)
+
+
+def make_server(app: ASGIApp, settings: Settings) -> uvicorn.Server:
+    """uvicorn around the app; the caller hands it a listener, and says when to stop by ``should_exit``."""
+    return _Server(
         uvicorn.Config(
             app,
             http="httptools",
@@ -153,7 +165,14 @@ async def _serve(settings: Settings, device: torch.device, listener: socket.sock
             backlog=2048,
         )
     )
-    batcher.start()
+
+
+async def _serve(settings: Settings, device: torch.device, listener: socket.socket) -> tuple[int, bool]:
+    threads = settings.torch_threads or len(os.sched_getaffinity(0))
+    parts = compose(settings, device, make_engine=lambda: Engine(device=device, max_threads=threads))
+    lifecycle, server = parts.lifecycle, make_server(parts.app, settings)
+    lifecycle.listen_for_signals()
+    parts.batcher.start()
     host, port = listener.getsockname()[:2]
     log.info("listening", extra={"fields": {"host": host, "port": port, "device": str(device), "threads": threads}})
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -164,7 +183,7 @@ async def _serve(settings: Settings, device: torch.device, listener: socket.sock
     server.should_exit = True
     await serving
     lifecycle.mark_stopped()
-    engine_ended = await asyncio.to_thread(batcher.stop, ENGINE_STOP_S)
+    engine_ended = await asyncio.to_thread(parts.batcher.stop, ENGINE_STOP_S)
     log.info("stopped", extra={"fields": {"given_up_requests": given_up}})
     return (1 if given_up else 0), engine_ended
 

@@ -103,4 +103,5 @@ def set_up_logging(*, level: str, as_json: bool) -> None:
         JsonFormatter() if as_json else logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     )
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(True)
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))

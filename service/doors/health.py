@@ -18,13 +18,14 @@ def router(lifecycle: Lifecycle, metrics: Metrics) -> APIRouter:
     """GET /livez, /readyz and /metrics."""
     routes = APIRouter()
 
-    @routes.api_route("/livez", methods=["GET", "HEAD"], tags=["operations"], summary="Whether the process answers")
+    @routes.head("/livez", include_in_schema=False)
+    @routes.get("/livez", tags=["operations"], summary="Whether the process answers")
     async def livez() -> dict[str, Any]:
         return {"live": True}
 
-    @routes.api_route(
+    @routes.head("/readyz", include_in_schema=False, response_model=None)
+    @routes.get(
         "/readyz",
-        methods=["GET", "HEAD"],
         tags=["operations"],
         summary="Whether new work is taken",
         description="200 once the device has answered a warm-up; 503 before, while draining, and when it is lost.",
