@@ -7,14 +7,17 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from starlette.types import Receive
 
 from attn_core.errors import Fault
+from attn_core.numerics import ALIGNMENT_BYTES
 from service.admission import BytePermit
 from service.deadline import Deadline
 from service.doors.exchange import Exchange
 from service.errors import BodyTooLarge, DeadlinePassed, Malformed, MediaTypeNotServed, NotAcceptable
 from service.wire import json_format, safetensors_format
+from service.wire.tensors import Buffer
 
 FORMS = (json_format.MEDIA_TYPE, safetensors_format.MEDIA_TYPE)
 _INFLATE_STEP_BYTES = 2**20
@@ -99,12 +102,13 @@ async def read_body(
     permit: BytePermit,
     deadline: Deadline,
     max_bytes: int,
-    is_gzipped: bool,
-) -> bytearray:
+    forms: Negotiated,
+) -> Buffer:
     """The whole body, inflated. The declared length is refused at once, the real one while it is read.
 
     Raises: BodyTooLarge, Overloaded, Malformed, DeadlinePassed, Disconnected.
     """
+    is_gzipped = forms.body_is_gzipped
     declared = headers.get("content-length")
     length = int(declared) if declared is not None and declared.isdigit() else None
     if length is not None:
@@ -114,7 +118,11 @@ async def read_body(
     try:
         async with asyncio.timeout(max(0.0, deadline.remaining_s)):
             # Asked-for memory is only touched, and so only taken, as bytes arrive.
-            body = _Whole(length) if length is not None and not is_gzipped else _Growing(permit, max_bytes)
+            body: _Whole | _Growing
+            if length is None or is_gzipped:
+                body = _Growing(permit, max_bytes)
+            else:
+                body = _Whole(length, is_safetensors=forms.request_form == safetensors_format.MEDIA_TYPE)
             inflate = _Inflate(permit, max_bytes, counted=length is not None) if is_gzipped else None
             while True:
                 message = await receive()
@@ -135,22 +143,31 @@ async def read_body(
 
 
 class _Whole:
-    """A body of known length, written where it will be read."""
+    """A body of known length, written where it will be read.
 
-    def __init__(self, length: int) -> None:
-        self._bytes = bytearray(length)
-        self._view = memoryview(self._bytes)
+    The data of a safetensors body begin on a multiple of 64 bytes, as torch's own tensors do, so that they can be
+    computed where they lie.
+    """
+
+    def __init__(self, length: int, *, is_safetensors: bool) -> None:
+        self._room = np.empty(length + ALIGNMENT_BYTES, dtype=np.uint8)
+        self._length = length
         self._filled = 0
+        self._is_safetensors = is_safetensors
+        self._view: memoryview | None = None
 
     def add(self, chunk: bytes) -> None:
+        if self._view is None:
+            header = int.from_bytes(chunk[:8], "little") if self._is_safetensors and len(chunk) >= 8 else 0
+            start = -(self._room.ctypes.data + 8 + header) % ALIGNMENT_BYTES
+            self._view = self._room.data[start : start + self._length]
         self._view[self._filled : self._filled + len(chunk)] = chunk
         self._filled += len(chunk)
 
-    def finish(self) -> bytearray:
-        self._view.release()
-        if self._filled != len(self._bytes):
-            raise Malformed(f"{len(self._bytes)} bytes were announced and {self._filled} came")
-        return self._bytes
+    def finish(self) -> memoryview:
+        if self._view is None or self._filled != self._length:
+            raise Malformed(f"{self._length} bytes were announced and {self._filled} came")
+        return self._view
 
 
 class _Growing:

@@ -32,7 +32,7 @@ from service.request_queue import Answer
 from service.telemetry import Metrics
 from service.wire import json_format, safetensors_format
 from service.wire.requests import ATTENTION, WEIGHTED_SUM, Call, DecodedRequest, ReadLimits
-from service.wire.tensors import FLOAT_NAMES, MAX_RANK
+from service.wire.tensors import FLOAT_NAMES, MAX_RANK, Buffer
 
 LONG_TEXT_BYTES = 256 * 1024
 """Text of this length is read and written off the event loop."""
@@ -177,7 +177,7 @@ class _RestDoor:
                     permit=permit,
                     deadline=deadline,
                     max_bytes=parts.limits.max_body_bytes,
-                    is_gzipped=forms.body_is_gzipped,
+                    forms=forms,
                 )
             with exchange.stage("parse"):
                 decoded = await self._decode(body, call, forms)
@@ -191,7 +191,7 @@ class _RestDoor:
             with exchange.stage("encode"):
                 return await self._encode(answer, decoded, forms)
 
-    async def _decode(self, body: bytearray, call: Call, forms: Negotiated) -> DecodedRequest:
+    async def _decode(self, body: Buffer, call: Call, forms: Negotiated) -> DecodedRequest:
         answer_is_json = forms.answer_form == json_format.MEDIA_TYPE
         limits = self._parts.limits.read
         if forms.request_form == safetensors_format.MEDIA_TYPE:

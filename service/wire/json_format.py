@@ -31,6 +31,7 @@ from service.wire.requests import (
 from service.wire.tensors import (
     DTYPES,
     FLOAT_NAMES,
+    Buffer,
     Limits,
     bool_fault,
     bytes_of,
@@ -47,7 +48,7 @@ MEDIA_TYPE = "application/json"
 _TENSOR_FORMS = 'nested lists, or an object with "dtype", "shape" and "data"'
 
 
-def decode(body: bytes | bytearray, call: Call, limits: ReadLimits, *, answer_is_json: bool = True) -> DecodedRequest:
+def decode(body: Buffer, call: Call, limits: ReadLimits, *, answer_is_json: bool = True) -> DecodedRequest:
     """A JSON body as a checked problem.
 
     Raises: Malformed when it is not JSON; InvalidProblem with every fault.

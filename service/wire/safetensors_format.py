@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_core.errors import Fault, InvalidProblem
 from service.errors import Malformed
 from service.wire.requests import Call, DecodedRequest, Parts, ReadLimits, assemble
-from service.wire.tensors import Limits, bool_fault, bytes_of, shape_faults, view_bytes
+from service.wire.tensors import Buffer, Limits, bool_fault, bytes_of, shape_faults, view_bytes
 from service.wire.text import load_small, repeated_fault, short
 
 MEDIA_TYPE = "application/vnd.safetensors"
@@ -33,7 +33,7 @@ _CODE_OF = {dtype: code for code, dtype in CODES.items()}
 _FOREIGN_BITS = {"U8": 8, "I8": 8, "I16": 16, "U16": 16, "U32": 32, "U64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "C64": 64}
 
 
-def decode(body: bytes | bytearray, call: Call, limits: ReadLimits, *, answer_is_json: bool = False) -> DecodedRequest:
+def decode(body: Buffer, call: Call, limits: ReadLimits, *, answer_is_json: bool = False) -> DecodedRequest:
     """A safetensors body as a checked problem; the tensors are views of ``body`` where alignment allows.
 
     Raises: Malformed when bytes, offsets and sizes disagree; InvalidProblem with every fault.
@@ -55,7 +55,7 @@ def _malformed(field: str, expected: str, received: str) -> Malformed:
     return Malformed(f"{field or 'body'}: {expected}", faults=[Fault(field, expected, received)])
 
 
-def _read_header(body: bytes | bytearray) -> tuple[dict[str, Any], int]:
+def _read_header(body: Buffer) -> tuple[dict[str, Any], int]:
     if len(body) < 8:
         raise _malformed("", "8 bytes of header length, the header, the data", f"{len(body)} bytes")
     length = int.from_bytes(body[:8], "little")
@@ -64,7 +64,7 @@ def _read_header(body: bytes | bytearray) -> tuple[dict[str, Any], int]:
     if 8 + length > len(body):
         raise _malformed("", f"a header of {length} bytes", f"{len(body) - 8} bytes after the length")
     try:
-        text = body[8 : 8 + length].decode()
+        text = str(body[8 : 8 + length], "utf-8")
     except UnicodeDecodeError as error:
         raise _malformed("", "a header in UTF-8", str(error)) from None
     header, repeated = load_small(text)
@@ -150,7 +150,7 @@ def _check_layout(header: Mapping[str, Any], data_bytes: int) -> None:
 
 
 def _read_tensor(
-    name: str, entry: Mapping[str, Any], body: bytes | bytearray, data_start: int, limits: Limits, parts: Parts
+    name: str, entry: Mapping[str, Any], body: Buffer, data_start: int, limits: Limits, parts: Parts
 ) -> None:
     code, shape = entry["dtype"], entry["shape"]
     faults = shape_faults(name, shape, limits)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from attn_core.errors import Fault, InvalidProblem
 from service.errors import Malformed
+from service.wire.tensors import Buffer
 
 try:
     import simdjson
@@ -111,13 +112,13 @@ class _SimdList(NestedList):
         return self._flat
 
 
-def read_object(body: bytes | bytearray, number_fields: frozenset[str]) -> tuple[dict[str, Any], list[Fault]]:
+def read_object(body: Buffer, number_fields: frozenset[str]) -> tuple[dict[str, Any], list[Fault]]:
     """The members of the one object that a body must be, nested lists as ``NestedList``, and the repeated names.
 
     ``number_fields`` are the members that are read as numbers when they are lists. Raises: Malformed,
     InvalidProblem where it is no object; a ListFault is raised later, by reading the list.
     """
-    if body[:3] == b"\xef\xbb\xbf":
+    if bytes(body[:3]) == b"\xef\xbb\xbf":
         raise Malformed("a byte order mark", faults=[Fault("", "JSON in UTF-8 without a byte order mark", "one")])
     if simdjson is not None:
         fast = _read_fast(body, number_fields)
@@ -126,7 +127,7 @@ def read_object(body: bytes | bytearray, number_fields: frozenset[str]) -> tuple
     return _read_slowly(body)
 
 
-def _read_fast(body: bytes | bytearray, number_fields: frozenset[str]) -> dict[str, Any] | None:
+def _read_fast(body: Buffer, number_fields: frozenset[str]) -> dict[str, Any] | None:
     """The members by pysimdjson; None where the other road must decide."""
     try:
         document = simdjson.Parser().parse(body)
@@ -163,13 +164,13 @@ def _read_fast(body: bytes | bytearray, number_fields: frozenset[str]) -> dict[s
                 members[name] = node
     except (TypeError, ValueError, RuntimeError, KeyError, UnicodeDecodeError):
         return None
-    if body.count(b"[") != num_lists:
+    if np.count_nonzero(np.frombuffer(body, dtype=np.uint8) == ord("[")) != num_lists:
         # A list where a number should be would have been flattened, or a string holds a bracket.
         return None
     return members
 
 
-def _read_slowly(body: bytes | bytearray) -> tuple[dict[str, Any], list[Fault]]:
+def _read_slowly(body: Buffer) -> tuple[dict[str, Any], list[Fault]]:
     document = _load(body)
     if not isinstance(document, dict):
         raise InvalidProblem([Fault("", "one JSON object", short(document))])
@@ -177,7 +178,7 @@ def _read_slowly(body: bytes | bytearray) -> tuple[dict[str, Any], list[Fault]]:
     return {name: _PlainList(v) if isinstance(v, list) else v for name, v in document.items()}, repeated
 
 
-def _load(body: bytes | bytearray) -> Any:
+def _load(body: Buffer) -> Any:
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -191,7 +192,7 @@ def _load(body: bytes | bytearray) -> Any:
         raise Malformed(f"not JSON: {received}", faults=[Fault("", expected, received)]) from None
 
 
-def load_small(text: bytes | bytearray | str) -> tuple[Any, list[str]]:
+def load_small(text: Buffer | str) -> tuple[Any, list[str]]:
     """A short JSON text by the standard library, and the names that an object in it repeats. Raises: Malformed."""
     repeated: list[str] = []
 
@@ -206,7 +207,9 @@ def load_small(text: bytes | bytearray | str) -> tuple[Any, list[str]]:
         raise Malformed(f"the word {word}", faults=[Fault("", f"JSON, in which {NAN_ADVICE}", word)])
 
     try:
-        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse), repeated
+        return json.loads(
+            bytes(text) if isinstance(text, memoryview) else text, object_pairs_hook=unique, parse_constant=refuse
+        ), repeated
     except (ValueError, RecursionError) as error:
         raise Malformed(f"not JSON: {error}", faults=[Fault("", "JSON", str(error) or "too deep")]) from None
 
@@ -215,7 +218,7 @@ def repeated_fault(name: str) -> Fault:
     return Fault(name, "each name once", "it more than once")
 
 
-def _repeated_names(body: bytes | bytearray, document: Any) -> list[Fault]:
+def _repeated_names(body: Buffer, document: Any) -> list[Fault]:
     """A colon follows a string only in an object, so the names in the text can be counted without reading it."""
     written = sum(1 for match in _STRING.finditer(body) if match.group(1))
     if written == _count_names(document):
