@@ -1,0 +1,95 @@
+"""The load generator: built from C at start, run once a measurement."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.benchmarks.processes import HOST, Server
+
+SOURCE = Path(__file__).parent / "load" / "httpload.c"
+WARM_S = 0.1
+MAX_OVERTIME_S = 60.0
+COMPILERS = ("cc", "gcc", "clang")
+_SHOWN_BYTES = 600
+
+
+class NoCompiler(Exception):
+    """There is nothing here that compiles C."""
+
+
+class LoadFailed(Exception):
+    """An answer that is not 200, a broken connection, or none at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one run of the generator saw. ``num_answers`` counts warm-up and end too, the others the timed part."""
+
+    requests_per_s: float
+    p50_ms: float
+    p99_ms: float
+    num_counted: int
+    num_answers: int
+    answers: list[bytes]
+
+
+class Generator:
+    """Closed loop: each connection sends its next request when the answer to its last is whole."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._program = _compile(folder)
+        self._prefix = folder / "answer"
+
+    def run(
+        self, server: Server, requests: Sequence[Path], *, connections: int, seconds: float, min_answers: int
+    ) -> Load:
+        """Load on a server; it is idle again afterwards. ``answers`` has the last one to each request.
+
+        Raises: LoadFailed.
+        """
+        for old in self._folder.glob("answer.*"):
+            old.unlink()
+        limit_s = WARM_S + seconds + MAX_OVERTIME_S
+        numbers = [connections, WARM_S, seconds, min_answers, limit_s]
+        ended = subprocess.run(
+            [self._program, HOST, str(server.port), *map(str, numbers), self._prefix, *requests],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if ended.returncode:
+            raise LoadFailed(f"the load generator failed: {ended.stderr}")
+        seen = json.loads(ended.stdout)
+        if seen["bad"] or seen["connection_errors"] or seen["unfinished"] or seen["counted"] < min_answers:
+            raise LoadFailed(
+                str(server.failure(f"not every request was answered 200: {ended.stdout}{self._bad_answer()}"))
+            )
+        return Load(
+            requests_per_s=seen["requests_per_s"],
+            p50_ms=seen["p50_ms"],
+            p99_ms=seen["p99_ms"],
+            num_counted=seen["counted"],
+            num_answers=seen["all"],
+            answers=[self._prefix.with_suffix(f".{index}").read_bytes() for index in range(len(requests))],
+        )
+
+    def _bad_answer(self) -> str:
+        bad = self._prefix.with_suffix(".bad")
+        return f"{bad.read_bytes()[:_SHOWN_BYTES].decode(errors='replace')}" if bad.exists() else ""
+
+
+def _compile(folder: Path) -> Path:
+    named = os.environ.get("CC")
+    compiler = next(filter(None, map(shutil.which, (named,) if named else COMPILERS)), None)
+    if compiler is None:
+        raise NoCompiler(f"the load generator needs a C compiler: none of {named or ', '.join(COMPILERS)} is here")
+    program = folder / "httpload"
+    subprocess.run([compiler, "-O2", "-o", program, SOURCE], check=True)
+    return program

@@ -1,0 +1,328 @@
+// Closed-loop HTTP/1.1 load: one thread, epoll, connections kept alive, requests read from files beforehand.
+//
+// usage: httpload HOST PORT CONNECTIONS WARM_S SECONDS MIN_ANSWERS LIMIT_S ANSWER_PREFIX REQUEST...
+//
+// Connection i always sends request i % num_requests. Answers count for SECONDS after WARM_S, and on until
+// MIN_ANSWERS have come or a connection broke. Then nothing new is sent and what is under way is awaited, so that the server is idle at the
+// end and its time can be divided by all answers. The last answer to request k goes to ANSWER_PREFIX.k, the first
+// answer that is not 200 to ANSWER_PREFIX.bad, body alone; figures go to stdout as one JSON object.
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <netinet/tcp.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { NUM_STATUSES = 600, FIRST_ROOM = 1 << 18, MIN_ROOM = 1 << 16, MAX_EVENTS = 256, POLL_MS = 20 };
+static const double RETRY_S = 0.05;
+
+struct bytes {
+    char *start;
+    size_t length;
+};
+
+struct connection {
+    int fd; // -1: not connected
+    int request;
+    bool in_flight, sending, polls_for_room;
+    size_t sent;
+    double began;
+    char *answer;
+    size_t room, received, head_length, whole_length;
+    bool has_head, is_chunked;
+    int status;
+};
+
+static struct sockaddr_in address;
+static int poller, num_requests;
+static struct bytes *requests;
+static const char *answer_prefix;
+
+static double count_from, count_to, last_counted;
+static size_t min_answers, num_counted, latency_room;
+static double *latencies;
+static long statuses[NUM_STATUSES], connection_errors, reconnects;
+static bool stopping, *is_saved, bad_saved;
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + t.tv_nsec * 1e-9;
+}
+
+static void die(const char *what) {
+    perror(what);
+    exit(2);
+}
+
+static void *need(void *memory) {
+    if (!memory) die("memory");
+    return memory;
+}
+
+static struct bytes read_file(const char *path) {
+    FILE *file = fopen(path, "rb");
+    if (!file) die(path);
+    fseek(file, 0, SEEK_END);
+    struct bytes content = {.length = ftell(file)};
+    rewind(file);
+    content.start = need(malloc(content.length + 1));
+    if (fread(content.start, 1, content.length, file) != content.length) die(path);
+    fclose(file);
+    return content;
+}
+
+static void save_answer(const struct connection *c, const char *suffix) {
+    char path[4096];
+    snprintf(path, sizeof path, "%s.%s", answer_prefix, suffix);
+    FILE *file = fopen(path, "wb");
+    if (!file) die(path);
+    fwrite(c->answer + c->head_length, 1, c->received - c->head_length, file);
+    fclose(file);
+}
+
+static bool dial(struct connection *c) {
+    c->fd = socket(AF_INET, SOCK_STREAM, 0);
+    int on = 1;
+    setsockopt(c->fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    if (connect(c->fd, (void *)&address, sizeof address)) {
+        close(c->fd);
+        c->fd = -1;
+        connection_errors++;
+        return false;
+    }
+    fcntl(c->fd, F_SETFL, O_NONBLOCK);
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = c};
+    epoll_ctl(poller, EPOLL_CTL_ADD, c->fd, &event);
+    c->polls_for_room = false;
+    return true;
+}
+
+static void hang_up(struct connection *c) {
+    close(c->fd);
+    c->fd = -1;
+    c->in_flight = false;
+}
+
+static void fail(struct connection *c) {
+    connection_errors++;
+    hang_up(c);
+}
+
+static void poll_for_room(struct connection *c, bool wanted) {
+    if (wanted == c->polls_for_room) return;
+    struct epoll_event event = {.events = EPOLLIN | (wanted ? EPOLLOUT : 0), .data.ptr = c};
+    epoll_ctl(poller, EPOLL_CTL_MOD, c->fd, &event);
+    c->polls_for_room = wanted;
+}
+
+// Sends what the socket takes; false when the connection is broken.
+static bool send_more(struct connection *c) {
+    const struct bytes *request = &requests[c->request];
+    while (c->sent < request->length) {
+        ssize_t taken = send(c->fd, request->start + c->sent, request->length - c->sent, MSG_NOSIGNAL);
+        if (taken < 0) {
+            if (errno != EAGAIN) return false;
+            poll_for_room(c, true);
+            return true;
+        }
+        c->sent += taken;
+    }
+    c->sending = false;
+    poll_for_room(c, false);
+    return true;
+}
+
+static void start_request(struct connection *c) {
+    c->sent = c->received = c->whole_length = 0;
+    c->has_head = c->is_chunked = false;
+    c->sending = c->in_flight = true;
+    c->began = now();
+    if (!send_more(c)) fail(c);
+}
+
+static void make_room(struct connection *c, size_t room) {
+    if (room <= c->room) return;
+    c->room = room;
+    c->answer = need(realloc(c->answer, room));
+}
+
+// Reads the head once it is whole. An interim answer (100) is dropped and the next head awaited.
+static void read_head(struct connection *c) {
+    for (;;) {
+        char *end = memmem(c->answer, c->received, "\r\n\r\n", 4);
+        if (!end) return;
+        c->head_length = end - c->answer + 4;
+        end[2] = 0;
+        c->status = atoi(c->answer + 9);
+        if (c->status != 100) break;
+        c->received -= c->head_length;
+        memmove(c->answer, c->answer + c->head_length, c->received);
+    }
+    c->has_head = true;
+    const char *length = strcasestr(c->answer, "\ncontent-length:");
+    c->is_chunked = !length && strcasestr(c->answer, "\ntransfer-encoding: chunked");
+    c->whole_length = c->head_length + (length ? strtoull(length + 16, NULL, 10) : 0);
+    make_room(c, c->whole_length + MIN_ROOM + 1);
+}
+
+// Takes in what has come: 1 when the answer is whole, 0 when more must come, -1 when the connection is broken.
+static int receive_more(struct connection *c) {
+    for (;;) {
+        if (c->room - c->received < MIN_ROOM) make_room(c, c->room ? c->room * 2 : FIRST_ROOM);
+        ssize_t came = recv(c->fd, c->answer + c->received, c->room - c->received, 0);
+        if (came == 0) return -1;
+        if (came < 0) return errno == EAGAIN ? 0 : -1;
+        c->received += came;
+        if (!c->has_head) read_head(c);
+        if (!c->has_head) continue;
+        if (c->is_chunked) {
+            if (c->received >= 5 && !memcmp(c->answer + c->received - 5, "0\r\n\r\n", 5)) return 1;
+        } else if (c->received >= c->whole_length) {
+            return 1;
+        }
+    }
+}
+
+static void count_answer(struct connection *c) {
+    double t = now();
+    statuses[c->status > 0 && c->status < NUM_STATUSES ? c->status : NUM_STATUSES - 1]++;
+    if (c->status != 200) {
+        if (!bad_saved) save_answer(c, "bad");
+        bad_saved = true;
+    } else if (t >= count_from && (t < count_to || num_counted < min_answers)) {
+        if (num_counted == latency_room) {
+            latency_room = latency_room ? latency_room * 2 : 1 << 16;
+            latencies = need(realloc(latencies, latency_room * sizeof *latencies));
+        }
+        latencies[num_counted++] = t - c->began;
+        last_counted = t;
+    }
+    // Writing takes time, so it waits for the end, where nothing is counted any more.
+    if (stopping && !is_saved[c->request]) {
+        char suffix[16];
+        snprintf(suffix, sizeof suffix, "%d", c->request);
+        save_answer(c, suffix);
+        is_saved[c->request] = true;
+    }
+}
+
+static void finish_request(struct connection *c) {
+    bool must_close = c->sending || strcasestr(c->answer, "\nconnection: close");
+    c->in_flight = false;
+    count_answer(c);
+    if (stopping) return;
+    if (must_close) {
+        hang_up(c);
+        reconnects++;
+        if (!dial(c)) return;
+    }
+    start_request(c);
+}
+
+static void handle_event(struct connection *c, uint32_t events) {
+    if (c->fd < 0) return;
+    if ((events & EPOLLOUT) && c->sending && !send_more(c) && !(events & EPOLLIN)) {
+        fail(c);
+        return;
+    }
+    if (!(events & (EPOLLIN | EPOLLHUP | EPOLLERR))) return;
+    int whole = receive_more(c);
+    if (whole < 0) {
+        // An idle connection that the server closes at the end is no error.
+        if (c->in_flight) fail(c);
+        else hang_up(c);
+    } else if (whole && c->in_flight) {
+        finish_request(c);
+    }
+}
+
+static int compare(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double quantile_ms(double share) {
+    return num_counted ? latencies[(size_t)((num_counted - 1) * share)] * 1e3 : -1;
+}
+
+static void report(double stopped_at, int unfinished) {
+    double end = stopped_at < count_to ? stopped_at : last_counted > count_to ? last_counted : count_to;
+    double window = end - count_from, sum = 0;
+    long all = 0;
+    qsort(latencies, num_counted, sizeof *latencies, compare);
+    for (size_t i = 0; i < num_counted; i++) sum += latencies[i];
+    for (int i = 0; i < NUM_STATUSES; i++) all += statuses[i];
+    struct rusage used;
+    getrusage(RUSAGE_SELF, &used);
+    double cpu = used.ru_utime.tv_sec + used.ru_stime.tv_sec + (used.ru_utime.tv_usec + used.ru_stime.tv_usec) * 1e-6;
+    printf("{\"counted\":%zu,\"window_s\":%.4f,\"requests_per_s\":%.3f,\"mean_ms\":%.4f,", num_counted, window,
+           window > 0 ? num_counted / window : 0, num_counted ? sum / num_counted * 1e3 : -1);
+    printf("\"p50_ms\":%.4f,\"p90_ms\":%.4f,\"p99_ms\":%.4f,\"max_ms\":%.4f,", quantile_ms(0.5), quantile_ms(0.9),
+           quantile_ms(0.99), quantile_ms(1));
+    printf("\"all\":%ld,\"bad\":%ld,\"connection_errors\":%ld,\"reconnects\":%ld,\"unfinished\":%d,", all,
+           all - statuses[200], connection_errors, reconnects, unfinished);
+    printf("\"client_cpu_s\":%.4f,\"statuses\":{", cpu);
+    const char *separator = "";
+    for (int i = 0; i < NUM_STATUSES; i++) {
+        if (!statuses[i]) continue;
+        printf("%s\"%d\":%ld", separator, i, statuses[i]);
+        separator = ",";
+    }
+    printf("}}\n");
+}
+
+int main(int count, char **arguments) {
+    if (count < 10) {
+        fprintf(stderr, "usage: httpload HOST PORT CONNECTIONS WARM_S SECONDS MIN_ANSWERS LIMIT_S ANSWER_PREFIX REQUEST...\n");
+        return 2;
+    }
+    address.sin_family = AF_INET;
+    address.sin_port = htons(atoi(arguments[2]));
+    if (inet_pton(AF_INET, arguments[1], &address.sin_addr) != 1) die(arguments[1]);
+    int num_connections = atoi(arguments[3]);
+    double began = now(), give_up = began + atof(arguments[7]);
+    count_from = began + atof(arguments[4]);
+    count_to = count_from + atof(arguments[5]);
+    min_answers = atol(arguments[6]);
+    answer_prefix = arguments[8];
+    num_requests = count - 9;
+    requests = need(calloc(num_requests, sizeof *requests));
+    is_saved = need(calloc(num_requests, sizeof *is_saved));
+    for (int i = 0; i < num_requests; i++) requests[i] = read_file(arguments[9 + i]);
+
+    poller = epoll_create1(0);
+    struct connection *connections = need(calloc(num_connections, sizeof *connections));
+    for (int i = 0; i < num_connections; i++) {
+        connections[i].request = i % num_requests;
+        if (dial(&connections[i])) start_request(&connections[i]);
+    }
+    struct epoll_event events[MAX_EVENTS];
+    double t, stopped_at = 0, next_retry = 0;
+    int in_flight = num_connections;
+    while ((t = now()) < give_up && (!stopping || in_flight)) {
+        if (!stopping && t >= count_to && (num_counted >= min_answers || connection_errors)) {
+            stopping = true;
+            stopped_at = t;
+        }
+        if (!stopping && t > next_retry) {
+            next_retry = t + RETRY_S;
+            for (int i = 0; i < num_connections; i++)
+                if (connections[i].fd < 0 && dial(&connections[i])) start_request(&connections[i]);
+        }
+        int num_events = epoll_wait(poller, events, MAX_EVENTS, POLL_MS);
+        for (int i = 0; i < num_events; i++) handle_event(events[i].data.ptr, events[i].events);
+        in_flight = 0;
+        for (int i = 0; i < num_connections; i++) in_flight += connections[i].in_flight;
+    }
+    report(stopping ? stopped_at : t, in_flight);
+    return 0;
+}

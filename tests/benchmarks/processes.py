@@ -1,0 +1,167 @@
+"""Servers as processes: started, measured from /proc, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+READY_S = 60.0
+STOP_S = 20.0
+POLL_S = 0.05
+HOST = "127.0.0.1"
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_LOG_TAIL_BYTES = 2000
+_RESET_PEAK = "5"
+
+
+class ServerFailed(Exception):
+    """A server did not start, or did not end as it must; the message has the end of its log."""
+
+
+@dataclass(slots=True)
+class Server:
+    """A running server and everything it started."""
+
+    name: str
+    port: int
+    log: Path
+    process: subprocess.Popen[bytes] = field(repr=False)
+
+    def cpu_s(self) -> float:
+        """Processor time so far, of the whole tree."""
+        return sum(_cpu_ticks(pid) for pid in _tree(self.process.pid)) / _TICKS_PER_S
+
+    def reset_peak(self) -> None:
+        """Measure the peak of memory from now on."""
+        for pid in _tree(self.process.pid):
+            with contextlib.suppress(OSError):
+                Path(f"/proc/{pid}/clear_refs").write_text(_RESET_PEAK)
+
+    def peak_rss_mb(self) -> float:
+        """Peak of resident memory since the last reset, summed over the tree, in units of 1e6 bytes."""
+        return sum(_status_kib(pid, "VmHWM") for pid in _tree(self.process.pid)) * 1024 / 1e6
+
+    def failure(self, what: str) -> ServerFailed:
+        tail = self.log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+        return ServerFailed(f"{self.name}: {what}\n{tail}")
+
+
+@contextlib.contextmanager
+def running(
+    name: str,
+    arguments: Sequence[str],
+    *,
+    port: int,
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    ready_path: str | None = None,
+    exit_codes: frozenset[int] = frozenset({0}),
+) -> Iterator[Server]:
+    """A server that is ready: listening, or answering 200 on ``ready_path``. Ended by SIGTERM.
+
+    ``arguments`` are those of this Python. Raises: ServerFailed when it does not start or ends with another code.
+    """
+    log = folder / f"{name}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    server = Server(name, port, log, process)
+    try:
+        _wait_until_ready(server, ready_path)
+        yield server
+        process.send_signal(signal.SIGTERM)
+        try:
+            code = process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            raise server.failure(f"still there {STOP_S:g} s after SIGTERM") from None
+        if code not in exit_codes:
+            raise server.failure(f"exit code {code}")
+    finally:
+        _end(process)
+
+
+def free_port() -> int:
+    """A port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _wait_until_ready(server: Server, ready_path: str | None) -> None:
+    give_up = time.monotonic() + READY_S
+    while time.monotonic() < give_up:
+        code = server.process.poll()
+        if code is not None:
+            raise server.failure(f"ended at start with exit code {code}")
+        with contextlib.suppress(OSError, urllib.error.URLError):
+            if ready_path is None:
+                socket.create_connection((HOST, server.port), timeout=1).close()
+            else:
+                urllib.request.urlopen(f"http://{HOST}:{server.port}{ready_path}", timeout=5).close()
+            return
+        time.sleep(POLL_S)
+    raise server.failure(f"not ready after {READY_S:g} s")
+
+
+def _tree(root: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                children.setdefault(int(_stat(int(entry.name))[1]), []).append(int(entry.name))
+    found, todo = [], [root]
+    while todo:
+        pid = todo.pop()
+        found.append(pid)
+        todo += children.get(pid, [])
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the state on: what stands before may hold spaces."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _cpu_ticks(pid: int) -> int:
+    try:
+        fields = _stat(pid)
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12])
+
+
+def _status_kib(pid: int, name: str) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(name + ":")), 0)

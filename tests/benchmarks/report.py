@@ -1,0 +1,117 @@
+"""The figures as a table to read and as a JSON file to keep, with the machine they come from."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tests.benchmarks.figures import Figures
+from tests.benchmarks.processes import ROOT
+
+RESULTS = Path(__file__).parent / "results"
+_SIGNIFICANT = 3
+
+
+def default_file(now: datetime) -> Path:
+    return RESULTS / f"serving-{now:%Y%m%dT%H%M%SZ}.json"
+
+
+def machine_facts() -> dict[str, Any]:
+    """What the figures depend on. ``load_average`` is of the minute before: above 0.5, others were at work."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": _cpu_model(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": round(os.getloadavg()[0], 2),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "commit": _commit(),
+        **{name: version(name) for name in ("torch", "uvicorn", "uvloop", "httptools", "fastapi", "orjson")},
+    }
+
+
+def write(path: Path, *, machine: dict[str, Any], settings: dict[str, Any], figures: Sequence[Figures]) -> None:
+    content = {"machine": machine, "settings": settings, "cells": [one.as_json() for one in figures]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
+
+
+def show(figures: Sequence[Figures], machine: dict[str, Any]) -> None:
+    """Two tables: the service, and its limits in the same rounds."""
+    # Without a terminal rich would fold the table into 80 columns.
+    console = Console() if Console().is_terminal else Console(width=130)
+    names = ("cpu", "cores", "load_average", "torch", "python", "commit", "date")
+    console.print(", ".join(f"{name} {machine[name]}" for name in names), highlight=False)
+    service = _table("service", "req/s", "p50 ms", "p99 ms", "CPU ms", "peak MB", "/ echo", "/ bound", "p50 / torch")
+    limits = _table(
+        "limits",
+        "echo req/s",
+        "p50 ms",
+        "CPU ms",
+        "bound req/s",
+        "p50 ms",
+        "CPU ms",
+        "torch calls/s",
+        "p50 ms",
+        "drift",
+    )
+    for one in figures:
+        ours, echo, bound, ratios = one.service, one.echo, one.bound, one.ratios
+        service.add_row(
+            one.cell.name,
+            *_texts(ours.requests_per_s, ours.p50_ms, ours.p99_ms, ours.cpu_ms, ours.peak_rss_mb),
+            *_texts(ratios["requests_over_echo"], ratios["requests_over_bound"], ratios["p50_over_torch"]),
+        )
+        limits.add_row(
+            one.cell.name,
+            *_texts(echo.requests_per_s, echo.p50_ms, echo.cpu_ms),
+            *_texts(bound.requests_per_s, bound.p50_ms, bound.cpu_ms),
+            *_texts(one.torch.requests_per_s, one.torch.p50_ms, one.drift),
+        )
+    console.print(service)
+    console.print(limits)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(box=box.SIMPLE)
+    table.add_column(title, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _texts(*numbers: float | None) -> list[str]:
+    return ["" if number is None else _text(number) for number in numbers]
+
+
+def _text(number: float) -> str:
+    """Three digits that mean something, never an exponent."""
+    whole_digits = len(str(int(abs(number)))) if abs(number) >= 1 else 0
+    return f"{number:,.{max(0, _SIGNIFICANT - whole_digits)}f}"
+
+
+def _cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _commit() -> str:
+    """The short commit, with a + where the tree has other changes; empty outside a repository."""
+    asked = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
