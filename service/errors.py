@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from attn_core.errors import Fault
 
+REFUSAL_REASONS = ("requests", "bytes", "queue_full", "unavailable", "draining")
+"""Every ``reason`` for which work is refused unread or unqueued; a label of a metric."""
+
 
 class ServiceError(Exception):
     """Base of everything the service raises on purpose. ``faults`` may be empty."""
@@ -51,7 +54,7 @@ class BodyTooLarge(ServiceError):
 
 
 class Overloaded(ServiceError):
-    """No place left. ``retry_after_s`` says when it is worth another try; ``reason`` is one of a few words."""
+    """No place left. ``retry_after_s`` says when it is worth another try; ``reason`` is one of ``REFUSAL_REASONS``."""
 
     def __init__(self, message: str, *, reason: str, retry_after_s: int = 1) -> None:
         self.reason = reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -54,6 +54,16 @@ class Metrics:
         self.ready = Gauge("attn_ready", "1 while the service takes work.", **new)
         # Looked up once: labels() costs more than the increment.
         self._stages = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
+
+    def prepare(self, *, routes: Iterable[str], paths: Iterable[str], reasons: Iterable[str]) -> None:
+        """Make the series of every route, kernel and reason now, so that traffic adds hardly any."""
+        for route in (*routes, OTHER_ROUTE):
+            self.requests.labels(route, "ok")
+            self.request_seconds.labels(route)
+        for path in paths:
+            self.paths.labels(path)
+        for reason in reasons:
+            self.refused.labels(reason)
 
     def observe_stages(self, seconds: dict[str, float]) -> None:
         for stage, value in seconds.items():

@@ -26,7 +26,7 @@ from service.doors.body import Disconnected, Negotiated, negotiate, read_body
 from service.doors.exchange import Exchange, ExchangeLayer
 from service.doors.problem_details import MEDIA_TYPE as PROBLEM_MEDIA_TYPE
 from service.doors.problem_details import describe
-from service.errors import MethodNotServed, NotFound, Overloaded, Unavailable
+from service.errors import REFUSAL_REASONS, MethodNotServed, NotFound, Overloaded, Unavailable
 from service.lifecycle import Lifecycle
 from service.request_queue import Answer
 from service.telemetry import Metrics
@@ -102,6 +102,7 @@ def build_app(parts: Parts) -> ASGIApp:
     openapi.install(app)
     app.add_exception_handler(HTTPException, _routing_error)
     routes = frozenset(app.openapi()["paths"]) | {"/docs", "/openapi.json"}
+    parts.metrics.prepare(routes=routes, paths=PATHS, reasons=REFUSAL_REASONS)
     return ExchangeLayer(app, metrics=parts.metrics, lifecycle=parts.lifecycle, routes=routes)
 
 

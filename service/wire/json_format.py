@@ -212,7 +212,8 @@ def _shortest_half(tensor: Tensor) -> NDArray[np.float64]:
 
 @functools.cache
 def _shortest_table(dtype: torch.dtype) -> NDArray[np.float64]:
-    """For each of the 65,536 numbers of a half type the decimal with the fewest digits that rounds back to it."""
+    """For each of the 65,536 numbers of a half type the decimal with the fewest digits that rounds back
+    to it, and of those no longer than it the number itself."""
     exact = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).double().numpy()
     table = exact.copy()
     half = slice(0, 2**15)
@@ -223,7 +224,9 @@ def _shortest_table(dtype: torch.dtype) -> NDArray[np.float64]:
         candidates = np.array([float(f"{exact[i]:.{digits - 1}e}") for i in open_places])
         back = round_numbers(candidates.copy(), dtype, candidates.shape).double().numpy()
         found = back == exact[open_places]
-        table[open_places[found]] = candidates[found]
+        # 65504 is no longer than 65500, and closer.
+        shorter = np.array([len(repr(c)) < len(repr(x)) for c, x in zip(candidates, exact[open_places], strict=True)])
+        table[open_places[found & shorter]] = candidates[found & shorter]
         open_places = open_places[~found]
     table[2**15 :] = -table[half]
     return table

@@ -1,0 +1,106 @@
+"""The service in a thread of this process, on a real socket, with an engine that waits to be told."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import uvloop
+
+from attn_core import AttentionError, AttentionResult, Engine
+from attn_core.engine import Problem
+from service.main import Composition, compose, listen, make_server
+from service.settings import read_settings
+
+WAIT_S = 30.0
+
+
+class GatedEngine(Engine):
+    """Computes only what the test lets through; ``entered`` counts the problems that reached it."""
+
+    def __init__(self) -> None:
+        super().__init__(device="cpu", max_threads=1)
+        self.entered = threading.Semaphore(0)
+        self._may_run = threading.Semaphore(0)
+        self._is_open = threading.Event()
+        self.failure: Exception | None = None
+
+    def warm_up(self) -> None:
+        """Ready at once."""
+
+    def run(self, problems: Sequence[Problem]) -> list[AttentionResult | AttentionError]:
+        self.entered.release()
+        if not self._is_open.is_set():
+            assert self._may_run.acquire(timeout=WAIT_S)
+        if self.failure is not None:
+            raise self.failure
+        return super().run(problems)
+
+    def let_through(self, count: int = 1) -> None:
+        self._may_run.release(count)
+
+    def open(self) -> None:
+        """Let everything through from now on."""
+        self._is_open.set()
+        self._may_run.release(10_000)
+
+    def wait_until_entered(self, count: int = 1) -> None:
+        for _ in range(count):
+            assert self.entered.acquire(timeout=WAIT_S)
+
+
+class InProcess:
+    """A running service; ``call`` runs a function in its event loop and gives its result."""
+
+    def __init__(self, url: str, parts: Composition, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
+        self.url = url
+        self.parts = parts
+        self.engine = engine
+        self._loop = loop
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        async def run() -> Any:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(WAIT_S)
+
+
+@contextmanager
+def service_in_process(engine: Engine, *, start_engine: bool = True, **settings: Any) -> Iterator[InProcess]:
+    """The real app, queue, batcher and server around ``engine``."""
+    resolved = read_settings({}, **settings)
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    started: list[InProcess] = []
+    is_up, stop = threading.Event(), threading.Event()
+
+    async def run() -> None:
+        parts = compose(resolved, torch.device("cpu"), make_engine=lambda: engine)
+        server = make_server(parts.app, resolved)
+        if start_engine:
+            parts.batcher.start()
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        started.append(InProcess(f"http://127.0.0.1:{port}", parts, engine, asyncio.get_running_loop()))
+        is_up.set()
+        await asyncio.to_thread(stop.wait)
+        server.should_exit = True
+        await serving
+        if start_engine:
+            assert await asyncio.to_thread(parts.batcher.stop, WAIT_S)
+        parts.admission.check_integrity()
+
+    thread = threading.Thread(target=lambda: uvloop.run(run()))
+    thread.start()
+    assert is_up.wait(WAIT_S)
+    try:
+        yield started[0]
+    finally:
+        if isinstance(engine, GatedEngine):
+            engine.open()
+        stop.set()
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
