@@ -21,6 +21,7 @@ from tests.benchmarks.figures import Figures
 from tests.benchmarks.processes import ROOT
 
 RESULTS = Path(__file__).parent / "results"
+MIN_COLUMNS = 130
 _SIGNIFICANT = 3
 
 
@@ -51,8 +52,8 @@ def write(path: Path, *, machine: dict[str, Any], settings: dict[str, Any], figu
 
 def show(figures: Sequence[Figures], machine: dict[str, Any]) -> None:
     """Two tables: the service, and its limits in the same rounds."""
-    # Without a terminal rich would fold the table into 80 columns.
-    console = Console() if Console().is_terminal else Console(width=130)
+    # In fewer columns rich would cut figures off.
+    console = Console(width=max(MIN_COLUMNS, Console().width))
     names = ("cpu", "cores", "load_average", "torch", "python", "commit", "date")
     console.print(", ".join(f"{name} {machine[name]}" for name in names), highlight=False)
     service = _table("service", "req/s", "p50 ms", "p99 ms", "CPU ms", "peak MB", "/ echo", "/ bound", "p50 / torch")
@@ -83,6 +84,8 @@ def show(figures: Sequence[Figures], machine: dict[str, Any]) -> None:
         )
     console.print(service)
     console.print(limits)
+    error = max(one.max_abs_error for one in figures)
+    console.print(f"greatest difference of an answer from torch in process: {error:g}", highlight=False)
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -38,7 +38,7 @@ from tests.benchmarks.cells import (
 )
 from tests.benchmarks.figures import Figures, Round, Sample, summarize
 from tests.benchmarks.generator import Generator, LoadFailed, NoCompiler
-from tests.benchmarks.processes import HOST, Server, ServerFailed, free_port, running
+from tests.benchmarks.processes import HOST, Server, ServerFailed, free_ports, running
 
 MAX_ABS_ERROR = 1e-5
 """The numbers are of size 1 and the arithmetic float32: what differs by more is another answer."""
@@ -168,7 +168,7 @@ def _error(what: str, context: Tensor, shape: Shape, index: int) -> float:
 @contextlib.contextmanager
 def start_servers(folder: Path) -> Iterator[Servers]:
     """The three servers, each on a free port. Raises: ServerFailed, also when one does not end as it must."""
-    ports = [free_port() for _ in range(3)]
+    ports = free_ports(3)
     serve = ["-m", "service", "serve", "--host", HOST, "--port", str(ports[0])]
     with contextlib.ExitStack() as stack:
         service = running(
@@ -233,16 +233,15 @@ def main() -> int:
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError("a whole number from 1 on")
+    return int(text)
 
 
 def _length_s(text: str) -> float:
     number = float(text)
     if not 0 < number < math.inf:
-        raise ValueError
+        raise argparse.ArgumentTypeError("a number of seconds above 0")
     return number
 
 
