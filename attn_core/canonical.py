@@ -67,6 +67,11 @@ class CanonicalProblem:
         return self.allow_mask is not None or self.block_mask is not None or self.bias is not None
 
     @property
+    def is_ragged(self) -> bool:
+        """Whether the items may differ in their lengths or offsets."""
+        return self.key_lengths is not None or self.query_lengths is not None or isinstance(self.query_offset, Tensor)
+
+    @property
     def forbids_nothing(self) -> bool:
         """Whether every query may attend every key, told from metadata."""
         return not (

@@ -28,14 +28,15 @@ def weighted_context_of_allowed(weights: Tensor, value: Tensor, allowed: Tensor 
     finite = torch.isfinite(value)
     context = weighted_context(weights, torch.where(finite, value, 0.0))
     pairs = torch.ones_like(weights) if allowed is None else allowed.expand_as(weights).to(weights.dtype)
-    carried = pairs * (weights > 0)
-    vanished = pairs * (weights == 0)
 
     def touched(by: Tensor, where: Tensor) -> Tensor:
         return weighted_context(by, where.to(by.dtype)) > 0
 
+    # One after the other: each matrix of pairs is as large as the weights.
+    undefined = touched(pairs, torch.isnan(value)) | touched(pairs * (weights == 0), torch.isinf(value))
+    carried = pairs.mul_(weights > 0)
     up = touched(carried, torch.isposinf(value))
     down = touched(carried, torch.isneginf(value))
-    undefined = touched(pairs, torch.isnan(value)) | touched(vanished, torch.isinf(value)) | (up & down)
+    undefined = undefined | (up & down)
     context = context.masked_fill(up, math.inf).masked_fill(down, -math.inf)
     return context.masked_fill(undefined, math.nan)

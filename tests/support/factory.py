@@ -93,9 +93,9 @@ def features(
     def bias(*shape: int) -> Tensor:
         return make_tensor(*shape, seed=seed).masked_fill(~make_mask(*shape, seed=seed + 1, share=0.8), -torch.inf)
 
-    lengths = torch.tensor([(s - 2 - i) % (s + 1) for i in range(b)])
-    query_lengths = torch.tensor([(t - 1 - i) % (t + 1) for i in range(b)])
-    offset = torch.tensor([i - 1 for i in range(b)])
+    lengths = torch.tensor([(s - 2 - i) % (s + 1) for i in range(b)], dtype=torch.int64)
+    query_lengths = torch.tensor([(t - 1 - i) % (t + 1) for i in range(b)], dtype=torch.int64)
+    offset = torch.tensor([i - 1 for i in range(b)], dtype=torch.int64)
     offset_0 = torch.tensor([0])
     slopes = torch.tensor([2.0**-i for i in range(h)])
     return {

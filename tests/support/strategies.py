@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attn_core import AttentionOptions, AttentionProblem, TensorSpec
-from attn_core.problem import LAYOUTS, OUTPUTS, TENSOR_NAMES
+from attn_core.problem import LAYOUTS, OUTPUTS, TENSOR_NAMES, Layout
 from tests.support.factory import DTYPES, in_layout, make_mask, make_tensor
 
 _ALL_DTYPES = (*DTYPES, torch.bool, torch.int64, torch.int32, torch.uint8)
@@ -19,7 +19,8 @@ _ALL_DTYPES = (*DTYPES, torch.bool, torch.int64, torch.int32, torch.uint8)
 def problems(draw: st.DrawFn, *, outputs: tuple[str, ...] = OUTPUTS, path: str | None = None) -> AttentionProblem:
     """A problem that can be computed, with any of the features together; ``outputs`` are those to choose from."""
     seed = draw(st.integers(0, 1000))
-    layout = draw(st.sampled_from(LAYOUTS))
+    layouts: tuple[Layout, ...] = ("bhtd", "bthd", "btd")
+    layout = draw(st.sampled_from(layouts))
     rank = draw(st.sampled_from((4, 4, 4, 3, 2))) if layout == "bhtd" else 4
     batch = draw(st.sampled_from((1, 2, 3, 0))) if rank == 4 else 1
     num_kv_heads = draw(st.sampled_from((1, 2))) if rank > 2 else 1
