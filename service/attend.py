@@ -35,9 +35,10 @@ class Attend:
         Unavailable, DeadlinePassed.
         """
         cost = self._estimate(problem)
-        self._admission.check_memory(cost.peak_bytes + answer_bytes(cost))
+        needed_bytes = cost.peak_bytes + answer_bytes(cost)
+        self._admission.check_memory(needed_bytes)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        pending = Pending(problem, deadline, future, self._clock())
+        pending = Pending(problem, deadline, future, self._clock(), needed_bytes)
         self._queue.put(pending)
         try:
             return await deadline.wait_for(future)

@@ -85,6 +85,7 @@ class Batcher:
         pending.deliver(
             Answer(
                 result=outcome,
+                needed_bytes=pending.needed_bytes,
                 queue_s=began - pending.enqueued_at,
                 compute_s=self._clock() - began,
                 batch_requests=1,

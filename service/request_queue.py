@@ -16,9 +16,10 @@ Problem = AttentionProblem | WeightedSumProblem
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A result, and how long its problem waited and computed."""
+    """A result, how long its problem waited and computed, and what memory admission counted for it."""
 
     result: AttentionResult
+    needed_bytes: int
     queue_s: float
     compute_s: float
     batch_requests: int
@@ -32,6 +33,7 @@ class Pending:
     deadline: Deadline
     future: asyncio.Future[Answer]
     enqueued_at: float
+    needed_bytes: int
 
     def deliver(self, outcome: Answer | BaseException) -> None:
         """Answer from any thread. An answer that nobody waits for any more is dropped."""

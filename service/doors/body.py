@@ -110,7 +110,7 @@ async def read_body(
     """
     is_gzipped = forms.body_is_gzipped
     declared = headers.get("content-length")
-    length = int(declared) if declared is not None and declared.isdigit() else None
+    length = int(declared) if declared is not None and declared.isascii() and declared.isdigit() else None
     if length is not None:
         if length > max_bytes:
             raise BodyTooLarge(received=f"Content-Length says {length} bytes", allowed_bytes=max_bytes)

@@ -211,8 +211,7 @@ class _RestDoor:
         else:
             write = functools.partial(json_format.encode, outputs, info, decoded.encoding)
             size = sum(tensor.nbytes for tensor in outputs.values())
-            text = write() if size < LONG_TEXT_BYTES else await loop.run_in_executor(self._text_pool, write)
-            pieces = [text]
+            pieces = write() if size < LONG_TEXT_BYTES else await loop.run_in_executor(self._text_pool, write)
         headers = {"vary": "Accept, Accept-Encoding"}
         if forms.accepts_gzip and _is_worth_gzip(pieces):
             size = sum(len(piece) for piece in pieces)
@@ -265,7 +264,7 @@ def info_of(answer: Answer) -> dict[str, Any]:
         "batch_requests": answer.batch_requests,
         "empty_rows": result.empty_rows,
         "nonfinite_rows": result.nonfinite_rows,
-        "peak_bytes": result.peak_bytes,
+        "peak_bytes": answer.needed_bytes,
         "flops": result.flops,
     }
 
@@ -276,8 +275,7 @@ def _answer_bytes(decoded: DecodedRequest, forms: Negotiated, cost: Cost) -> int
         return 0
     first = decoded.problem.tensors()
     itemsize = next(iter(first.values())).dtype.itemsize
-    # The text of each output, and the whole that is joined from them.
-    return 2 * json_format.text_bytes(cost.output_bytes, itemsize, decoded.encoding)
+    return json_format.text_bytes(cost.output_bytes, itemsize, decoded.encoding)
 
 
 def _is_worth_gzip(pieces: list[bytes | memoryview]) -> bool:

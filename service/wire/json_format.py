@@ -6,7 +6,7 @@ import base64
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,10 @@ from service.wire.tensors import (
 from service.wire.text import ListFault, NestedList, read_object, short
 
 MEDIA_TYPE = "application/json"
+SHORT_TEXT_BYTES = 64 * 1024
+"""Text up to this length is joined: one write costs less than several."""
+LIST_PIECE_ELEMENTS = 2**18
+BASE64_PIECE_BYTES = 3 * 2**20
 _TENSOR_FORMS = 'nested lists, or an object with "dtype", "shape" and "data"'
 
 
@@ -161,14 +165,20 @@ def _from_object(name: str, value: dict[str, Any], limits: Limits, faults: list[
     return tensor
 
 
-def encode(outputs: Mapping[str, Tensor], info: Mapping[str, Any], encoding: Encoding) -> bytes:
-    """An answer: every output in the asked form, and ``info``."""
-    parts = []
+def encode(outputs: Mapping[str, Tensor], info: Mapping[str, Any], encoding: Encoding) -> list[bytes | memoryview]:
+    """An answer as pieces to be sent one after the other: every output in the asked form, and ``info``.
+
+    Long tensors are written piece by piece, so that another thread gets its turn between two of them.
+    """
+    pieces: list[bytes | memoryview] = [b"{"]
     for name, tensor in outputs.items():
-        text = _list_text(tensor) if encoding == "list" and tensor.numel() else _object_text(tensor)
-        parts.append(b'"%s":%b' % (name.encode(), text))
-    parts.append(b'"info":' + orjson.dumps(info))
-    return b"{" + b",".join(parts) + b"}"
+        pieces.append(b'"%b":' % name.encode())
+        pieces += (
+            _list_pieces(tensor.detach().cpu()) if encoding == "list" and tensor.numel() else _object_pieces(tensor)
+        )
+        pieces.append(b",")
+    pieces.append(b'"info":' + orjson.dumps(info) + b"}")
+    return pieces if sum(map(len, pieces)) > SHORT_TEXT_BYTES else [b"".join(pieces)]
 
 
 def text_bytes(tensor_bytes: int, itemsize: int, encoding: Encoding) -> int:
@@ -178,13 +188,27 @@ def text_bytes(tensor_bytes: int, itemsize: int, encoding: Encoding) -> int:
     return 256 + tensor_bytes // itemsize * (26 if itemsize == 8 else 16)
 
 
-def _object_text(tensor: Tensor) -> bytes:
+def _object_pieces(tensor: Tensor) -> Iterator[bytes]:
     head = orjson.dumps({"dtype": dtype_text(tensor.dtype), "shape": list(tensor.shape)})
-    return head[:-1] + b',"data":"' + base64.b64encode(bytes_of(tensor)) + b'"}'
+    yield head[:-1] + b',"data":"'
+    data = bytes_of(tensor)
+    for start in range(0, len(data), BASE64_PIECE_BYTES):
+        yield base64.b64encode(data[start : start + BASE64_PIECE_BYTES])
+    yield b'"}'
+
+
+def _list_pieces(tensor: Tensor) -> Iterator[bytes]:
+    if tensor.numel() <= LIST_PIECE_ELEMENTS or tensor.ndim == 1:
+        yield _list_text(tensor)
+        return
+    for index, part in enumerate(tensor):
+        yield b"," if index else b"["
+        yield from _list_pieces(part)
+    yield b"]"
 
 
 def _list_text(tensor: Tensor) -> bytes:
-    tensor = tensor.detach().cpu().contiguous()
+    tensor = tensor.contiguous()
     array = _shortest_half(tensor) if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.numpy()
     text = orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)
     if not tensor.is_floating_point() or b"null" not in text:
