@@ -129,6 +129,30 @@ specs = st.dictionaries(
 )
 """Tensors of any shape and dtype under the names of a problem."""
 
+
+@st.composite
+def likely_specs(draw: st.DrawFn) -> dict[str, TensorSpec]:
+    """Tensors whose axes are drawn once for all, so that many agree, and sometimes do not."""
+    axes = {letter: draw(st.integers(0, 3)) for letter in "btsdv"}
+    axes["k"] = draw(st.integers(1, 2))
+    axes["h"] = axes["k"] * draw(st.integers(1, 2))
+    dtype = draw(st.sampled_from(DTYPES))
+    letters = {"query": "bhtd", "key": "bksd", "value": "bksv"}
+    found = {name: TensorSpec(dtype, tuple(axes[letter] for letter in shape)) for name, shape in letters.items()}
+    if draw(st.booleans()):
+        del found["key"], found["value"]
+    vectors = {"key_lengths": "b", "query_lengths": "b", "query_offset": "b", "alibi_slopes": "h", "sinks": "h"}
+    for name, letter in vectors.items():
+        if draw(st.integers(0, 3)) == 3:
+            number = dtype if letter == "h" else torch.int64
+            found[name] = TensorSpec(number, (axes[letter],))
+    for name in ("allow_mask", "block_mask", "bias"):
+        if draw(st.integers(0, 3)) == 3:
+            shape = tuple(draw(st.sampled_from((axes[letter], 1))) for letter in "bhts")
+            found[name] = TensorSpec(dtype if name == "bias" else torch.bool, shape)
+    return found
+
+
 _small = st.none() | st.integers(-1, 4)
 any_options = st.builds(
     AttentionOptions,
@@ -148,3 +172,20 @@ any_options = st.builds(
     path=st.sampled_from((None, "fused", "manual", "paged")),
 )
 """Options of any value their types take, sound or not."""
+
+likely_options = st.builds(
+    AttentionOptions,
+    causal=st.sampled_from((False, True, "upper_left", "lower_right")),
+    scale=st.none() | st.floats(-2, 2),
+    softcap=st.none() | st.floats(0.1, 50),
+    window_left=st.none() | st.integers(0, 3),
+    window_right=st.none() | st.integers(0, 3),
+    outputs=st.lists(st.sampled_from([name for name in OUTPUTS if name != "top_weights"]), min_size=1, unique=True).map(
+        tuple
+    ),
+    select_heads=st.none() | st.just((0,)),
+    select_rows=st.none() | st.just((0,)),
+    empty_rows=st.sampled_from(("zeros", "zeros", "error")),
+    path=st.sampled_from((None, None, "fused", "manual")),
+)
+"""Options that often have a meaning beside ``likely_specs``."""
