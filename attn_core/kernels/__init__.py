@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from attn_core.canonical import CanonicalProblem
 from attn_core.errors import Fault, InvalidProblem
 from attn_core.kernels.output import KernelOutput
@@ -33,8 +35,15 @@ def _why_not_fused(problem: CanonicalProblem, device_type: str) -> str | None:
     on_cpu = device_type == "cpu"
     if on_cpu and problem.dims.head_dim != problem.dims.head_dim_v:
         return "head dims of query and value differ"
-    if not on_cpu and "logsumexp" in problem.outputs:
-        return f"logsumexp asked for on {device_type}"
+    if not on_cpu:
+        if "logsumexp" in problem.outputs:
+            return f"logsumexp asked for on {device_type}"
+        # SDPA would fall back to whole matrices in silence, which no estimate counts.
+        dtype = problem.query.dtype
+        if dtype == torch.float64:
+            return f"float64 on {device_type}"
+        if any(width * dtype.itemsize % 16 for width in (problem.dims.head_dim, problem.dims.head_dim_v)):
+            return f"a head dim of no multiple of 16 bytes on {device_type}"
     half = problem.query.dtype != problem.compute_dtype
     if problem.bias is not None and half and problem.bias.dtype != problem.query.dtype:
         return "bias is wider than query"

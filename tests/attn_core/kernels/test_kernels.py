@@ -111,6 +111,24 @@ def test_kernel_errs_at_most_twice_as_much_as_the_plain_formula(kernel: str, dty
     assert_matches_reference(problem, attend(problem), strict=True)
 
 
+@pytest.mark.parametrize("seq_len_kv", [7, 40])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_scores_beyond_the_half_type_match_reference(kernel: str, seq_len_kv: int) -> None:
+    problem = make_problem(
+        seq_len_kv=seq_len_kv, dtype=torch.float16, std=200.0, path=kernel, scale=1e-5, **ALL_OUTPUTS[kernel]
+    )
+    assert problem.key is not None
+    scores = problem.query.double() @ problem.key.double().transpose(-1, -2)
+    assert scores.abs().max() > torch.finfo(torch.float16).max
+    result = attend(problem)
+    # The plain formula in float16 has no answer here, so the bounds are units of it.
+    eps = torch.finfo(torch.float16).eps
+    for name, expected in expected_outputs(problem).items():
+        if name not in ("top_keys", "top_weights"):
+            size = expected.abs().max().item()
+            assert_close(result.outputs[name], expected, error=2 * eps * max(size, 200.0 if name == "context" else 1.0))
+
+
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(("kernel", "feature"), SERVED)
 def test_problem_cut_into_blocks_matches_reference(kernel: str, feature: str) -> None:
