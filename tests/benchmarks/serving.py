@@ -46,6 +46,9 @@ MIN_ANSWERS = 5
 TORCH_SHARE = 0.4
 """Torch in process answers evenly, so a part of the time is enough."""
 SERVICE_ENVIRONMENT = {"ATTN_TORCH_THREADS": "1", "ATTN_LOG_LEVEL": "warning"}
+LIMIT_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
+"""Left to itself, glibc gives memory back after each small body until it has freed a large one: the echo would be four
+times slower or not, by what it was asked before."""
 UVICORN_EXIT_CODES = frozenset({0, -signal.SIGTERM})
 """Once it has shut down, uvicorn raises the signal that ended it again."""
 
@@ -179,9 +182,16 @@ def start_servers(folder: Path) -> Iterator[Servers]:
             ["-m", "tests.benchmarks.echo", str(ports[1])],
             port=ports[1],
             folder=folder,
+            environment=LIMIT_ENVIRONMENT,
             exit_codes=UVICORN_EXIT_CODES,
         )
-        bound = running("bound", ["-m", "tests.benchmarks.bound", str(ports[2])], port=ports[2], folder=folder)
+        bound = running(
+            "bound",
+            ["-m", "tests.benchmarks.bound", str(ports[2])],
+            port=ports[2],
+            folder=folder,
+            environment=LIMIT_ENVIRONMENT,
+        )
         yield Servers(*(stack.enter_context(server) for server in (service, echo, bound)))
 
 
