@@ -58,18 +58,19 @@ def negotiate(headers: Mapping[str, str]) -> Negotiated:
 def _answer_form(accept: str | None, request_form: str) -> str:
     if accept is None or not accept.strip():
         return request_form
-    best: tuple[float, int, bool, str] | None = None
-    for media_range, quality in _weighted(accept):
-        for form in FORMS:
-            exactness = 2 if media_range == form else 1 if media_range == "application/*" else 0
-            if quality <= 0 or (exactness == 0 and media_range != "*/*"):
-                continue
-            candidate = (quality, exactness, form == request_form, form)
-            best = candidate if best is None else max(best, candidate)
-    if best is None:
+    ranges = _weighted(accept)
+    choices = []
+    for form in FORMS:
+        # Of the ranges that a form falls into the most exact one says how welcome it is.
+        exactness = {form: 2, "application/*": 1, "*/*": 0}
+        matching = [(exactness[name], quality) for name, quality in ranges if name in exactness]
+        if matching and max(matching)[1] > 0:
+            exact, quality = max(matching)
+            choices.append((quality, exact, form == request_form, form))
+    if not choices:
         fault = Fault("Accept", " or ".join(FORMS), accept)
         raise NotAcceptable(f"answers are written as {fault.expected}", faults=[fault])
-    return best[3]
+    return max(choices)[3]
 
 
 def _accepts_gzip(header: str) -> bool:

@@ -1,0 +1,35 @@
+"""Schemathesis: whatever can be made from /openapi.json, the server answers it without a mistake of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+
+from tests.support.server import RunningServer
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/v1/attention"), ("POST", "/v1/weighted_sum"), ("GET", "/v1"), ("GET", "/metrics")],
+)
+def test_nothing_made_from_the_document_is_answered_500(
+    server: RunningServer, method: str, path: str, mode: GenerationMode
+) -> None:
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    operation = schema[path][method]
+    if mode is GenerationMode.NEGATIVE and method == "GET":
+        pytest.skip("nothing of a request without parameters can be wrong")
+
+    @settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def run(case: Any) -> None:
+        response = case.call(base_url=server.url)
+        case.validate_response(response, checks=[not_a_server_error])
+
+    run()
