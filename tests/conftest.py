@@ -5,6 +5,10 @@ import os
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.support.fixtures import client, server
+
+__all__ = ["client", "server"]
+
 settings.register_profile(
     "repeatable",
     derandomize=True,

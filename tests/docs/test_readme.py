@@ -1,0 +1,68 @@
+"""The README: its commands answer what it says, its Python runs, its table is the settings."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.settings import describe_settings
+from tests.support.server import RunningServer
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+ADDRESS = "http://127.0.0.1:8000"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def commands_and_answers() -> list[tuple[str, str]]:
+    """Each curl command and the answer that stands under it."""
+    return re.findall(r"```sh\n(curl .*?)```\n\n```json\n(.*?)```", README, re.DOTALL)
+
+
+def assert_as_written(answer: Any, written: Any) -> None:
+    """Numbers within float32 rounding, which differs from machine to machine; what "..." left out is not looked at."""
+    if isinstance(written, dict):
+        for name, value in written.items():
+            assert_as_written(answer[name], value)
+    elif isinstance(written, list):
+        assert len(answer) == len(written)
+        for one, other in zip(answer, written, strict=True):
+            assert_as_written(one, other)
+    else:
+        assert answer == (pytest.approx(written, abs=1e-6) if isinstance(written, float) else written)
+
+
+@pytest.mark.parametrize(("command", "answer"), commands_and_answers())
+def test_a_command_answers_as_written(server: RunningServer, command: str, answer: str) -> None:
+    ran = subprocess.run(
+        ["bash", "-c", command.replace(ADDRESS, server.url)], capture_output=True, text=True, check=True
+    )
+    assert_as_written(json.loads(ran.stdout), json.loads(answer.replace(",...", "")))
+
+
+def test_there_are_commands_with_answers() -> None:
+    assert len(commands_and_answers()) == 3
+
+
+def test_the_python_example_runs(server: RunningServer) -> None:
+    (example,) = blocks("python")
+    ran = subprocess.run(
+        [sys.executable, "-c", example.replace(ADDRESS, server.url)], capture_output=True, text=True, check=True
+    )
+    shape, smallest_sum = ran.stdout.rsplit(" ", 1)
+    assert shape == "(1, 8, 128, 64)"
+    assert float(smallest_sum) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_the_table_of_settings_is_the_settings() -> None:
+    rows = [f"| `{name}` | `{default}` | {meaning} |" for name, default, meaning in describe_settings()]
+    table = README.split("<!-- settings -->\n")[1].split("<!-- /settings -->")[0].splitlines()
+    assert table[2:] == rows
