@@ -132,8 +132,9 @@ def test_scores_beyond_the_half_type_match_reference(kernel: str, seq_len_kv: in
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(("kernel", "feature"), SERVED)
 def test_problem_cut_into_blocks_matches_reference(kernel: str, feature: str) -> None:
-    tensors, options = features(seq_len_q=37, seq_len_kv=19)[feature]
+    tensors, options = features(num_heads=2, seq_len_q=37, seq_len_kv=19)[feature]
     problem = make_problem(
+        num_heads=2,
         num_kv_heads=1,
         seq_len_q=37,
         seq_len_kv=19,
@@ -290,6 +291,18 @@ def test_padded_query_cannot_change_anything_and_is_answered_with_zeros(kernel: 
     assert result.outputs["context"][0, :, 2:].eq(0).all()
     assert result.outputs["logsumexp"][0, :, 2:].eq(-torch.inf).all()
     assert (result.nonfinite_rows, result.empty_rows) == (0, 0)
+    assert result.why == "asked for"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_top_keys_of_equal_weight_are_named_from_the_lowest(dtype: torch.dtype) -> None:
+    allow = torch.tensor([False, True, True, False, True, True, False])
+    problem = make_problem(scale=0.0, dtype=dtype, tensors={"allow_mask": allow}, outputs=("top_weights",), top_k=9)
+    result = attend(problem)
+    row = torch.tensor([1, 2, 4, 5, -1, -1, -1])
+    assert torch.equal(result.outputs["top_keys"], row.expand(2, 4, 5, 7))
+    weights = torch.tensor([0.25] * 4 + [0.0] * 3, dtype=dtype)
+    assert torch.equal(result.outputs["top_weights"], weights.expand(2, 4, 5, 7))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
