@@ -51,6 +51,22 @@ class TensorObject(BaseModel):
     data: str = Field(json_schema_extra={"contentEncoding": "base64"})
 
 
+class Info(BaseModel):
+    """How an answer came about."""
+
+    path: str = Field(description="the kernel that ran")
+    why: str = Field(description="the reason in a few words")
+    device: str
+    dtype: str = Field(description="dtype of the query")
+    queue_ms: float
+    compute_ms: float
+    batch_requests: int = Field(description="requests that were computed together")
+    empty_rows: int = Field(description="rows of one head each that may attend no key")
+    nonfinite_rows: int = Field(description="rows of one head each that came out with NaN or infinity")
+    peak_bytes: int = Field(description="the memory that admission counted")
+    flops: int
+
+
 class ProblemFault(BaseModel):
     """One thing that is wrong."""
 
@@ -161,13 +177,38 @@ WEIGHTED_SUM_EXAMPLES: dict[str, Any] = {
 }
 
 
-def _route(summary: str, description: str, body: str, examples: dict[str, Any]) -> dict[str, Any]:
+def _answer_model(title: str, outputs: dict[str, str]) -> type[BaseModel]:
+    fields: dict[str, Any] = {}
+    for name, shape in outputs.items():
+        choices = [{"type": "array"}, _REF]
+        fields[name] = (Any, Field(None, description=shape, json_schema_extra={"anyOf": choices}))
+    return create_model(title, info=(Info, ...), **fields)
+
+
+AttentionAnswer = _answer_model(
+    "AttentionAnswer",
+    {
+        "context": "as query, the last axis V",
+        "weights": "[B,H,T,S]",
+        "scores": "[B,H,T,S], unscaled, for every pair",
+        "logits": "[B,H,T,S], -inf at forbidden pairs",
+        "logsumexp": "[B,H,T], natural log",
+        "entropy": "[B,H,T], nats",
+        "top_weights": "[B,H,T,k], largest first",
+        "top_keys": "[B,H,T,k], int64; -1 where fewer keys are allowed",
+        "weight_totals": "[B,H,S], the weight each key got from all query rows",
+    },
+)
+WeightedSumAnswer = _answer_model("WeightedSumAnswer", {"context": "[B,H,T,V]"})
+
+
+def _route(summary: str, description: str, body: str, answer: str, examples: dict[str, Any]) -> dict[str, Any]:
     problem = {"content": {PROBLEM_MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemDetails"}}}}
     responses: dict[int | str, dict[str, Any]] = {
         200: {
             "description": "The asked outputs and info",
             "content": {
-                json_format.MEDIA_TYPE: {"schema": {"type": "object", "required": ["info"]}},
+                json_format.MEDIA_TYPE: {"schema": {"$ref": f"#/components/schemas/{answer}"}},
                 safetensors_format.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}},
             },
         }
@@ -201,12 +242,14 @@ ATTENTION_ROUTE = _route(
     "softmax(scale * query @ key^T, masked) @ value, and every step of it on request. In safetensors the options are "
     "JSON text in the metadata entry `options`.",
     "AttentionBody",
+    "AttentionAnswer",
     ATTENTION_EXAMPLES,
 )
 WEIGHTED_SUM_ROUTE = _route(
     "Weighted sum",
     "weights @ value by the plain product, the weights taken as they are.",
     "WeightedSumBody",
+    "WeightedSumAnswer",
     WEIGHTED_SUM_EXAMPLES,
 )
 SERVICE_ROUTE: dict[str, Any] = {"summary": "Version, device, dtypes, limits", "tags": ["operations"]}
@@ -220,7 +263,7 @@ def install(app: FastAPI) -> None:
             schema = get_openapi(
                 title=app.title, version=app.version, description=app.description, routes=app.routes, summary=None
             )
-            models = (AttentionBody, WeightedSumBody, TensorObject, ProblemDetails)
+            models = (AttentionBody, WeightedSumBody, AttentionAnswer, WeightedSumAnswer, TensorObject, ProblemDetails)
             _, definitions = models_json_schema(
                 [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
             )

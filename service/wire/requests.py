@@ -25,6 +25,8 @@ Encoding = Literal["list", "base64"]
 
 WEIGHTED_SUM_NAMES: tuple[str, ...] = ("weights", "value")
 NUMBER_TENSORS = frozenset({"query", "key", "value", "bias", "alibi_slopes", "sinks", "weights"})
+VALUED_TENSORS = frozenset({"key_lengths", "query_lengths", "query_offset", "alibi_slopes", "sinks"})
+"""Tensors whose numbers are checked, not only their shapes."""
 MASK_TENSORS = frozenset({"allow_mask", "block_mask"})
 MAX_FAULTS = 50
 
@@ -109,6 +111,8 @@ def assemble(call: Call, parts: Parts, limits: ReadLimits, *, answer_is_json: bo
 
 
 def _value_faults(parts: Parts, core: AttentionOptions, *, is_sound: bool) -> list[Fault]:
+    if VALUED_TENSORS.isdisjoint(parts.tensors):
+        return []
     dims = dims_of(AttentionProblem(**parts.tensors, options=core)) if is_sound and not parts.faults else None
     wrong_kind = {fault.field.split(".")[0] for fault in parts.faults}
     tensors: Mapping[str, Tensor] = {
