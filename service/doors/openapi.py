@@ -180,7 +180,7 @@ WEIGHTED_SUM_EXAMPLES: dict[str, Any] = {
 def _answer_model(title: str, outputs: dict[str, str]) -> type[BaseModel]:
     fields: dict[str, Any] = {}
     for name, shape in outputs.items():
-        choices = [{"type": "array"}, _REF]
+        choices: Any = [{"type": "array"}, _REF]
         fields[name] = (Any, Field(None, description=shape, json_schema_extra={"anyOf": choices}))
     return create_model(title, info=(Info, ...), **fields)
 

@@ -12,7 +12,6 @@ from schemathesis.checks import not_a_server_error
 
 from tests.support.server import RunningServer
 
-
 POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
 
 
