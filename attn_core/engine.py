@@ -11,11 +11,12 @@ from torch import Tensor
 from attn_core.canonical import CanonicalProblem, canonicalize, to_callers_form
 from attn_core.cost import Cost, attention_cost, weighted_sum_cost
 from attn_core.errors import AttentionError, Fault, InvalidProblem
-from attn_core.hazards import find_hazards, isolate
-from attn_core.kernels import choose_path, fused, manual
+from attn_core.hazards import Hazards, find_hazards, isolate
+from attn_core.kernels import choose_path, fused, logsumexp_by_operator, manual
 from attn_core.kernels.output import KernelOutput, without_pairs
 from attn_core.maths.context import weighted_context
-from attn_core.numerics import aligned, compute_dtype
+from attn_core.numerics import compute_dtype
+from attn_core.placement import bring_back, place
 from attn_core.problem import AttentionProblem, AttentionResult, WeightedSumProblem
 from attn_core.validate import check_problem, check_values
 
@@ -50,7 +51,7 @@ class Engine:
         """Answer problems that ``check_problem`` and ``check_values`` passed, each by itself, in their order.
 
         Each is computed at its own shape, so its bits do not depend on its neighbours; what cannot be answered
-        stands as the error in its place.
+        stands as the error in its place. Results lie on the device that their problem's tensors came from.
         """
         results: list[AttentionResult | AttentionError] = []
         for problem in problems:
@@ -71,7 +72,8 @@ class Engine:
         self.attend(AttentionProblem(query=query, options=replace(problem.options, outputs=("context", "weights"))))
 
     def _attention(self, problem: AttentionProblem) -> AttentionResult:
-        canonical = canonicalize(self._placed(problem))
+        placed = replace(problem, **place(problem.tensors(), self.device))  # type: ignore[arg-type]
+        canonical = canonicalize(placed)
         path, why = choose_path(canonical, problem.options.path)
         cost = attention_cost(canonical, path)
         self._use_threads(cost.flops)
@@ -87,8 +89,9 @@ class Engine:
         empty = output.empty if output.covers_all_rows else canonical.empty_rows()
         if empty is not None and canonical.query_lengths is not None:
             empty = empty & canonical.counted_rows()
+        outputs = {name: to_callers_form(name, tensor, problem) for name, tensor in output.outputs.items()}
         return AttentionResult(
-            outputs={name: to_callers_form(name, t, problem) for name, t in output.outputs.items()},
+            outputs=bring_back(outputs, problem.query.device),
             path=path,
             why=why,
             device=str(self.device),
@@ -105,14 +108,16 @@ class Engine:
         storage = problem.weights.dtype
         arithmetic = compute_dtype(storage)
         rank = problem.weights.ndim
+        placed = place(problem.tensors(), self.device)
         weights, value = (
-            aligned(t.to(self.device, arithmetic)).reshape((1,) * (4 - rank) + tuple(t.shape))
-            for t in (problem.weights, problem.value)
+            placed[name].to(arithmetic).reshape((1,) * (4 - rank) + tuple(placed[name].shape))
+            for name in ("weights", "value")
         )
         context = weighted_context(weights, value).to(storage)
         nonfinite = ~torch.isfinite(context).all(dim=-1)
+        context = context.reshape(*problem.weights.shape[:-1], problem.value.shape[-1])
         return AttentionResult(
-            outputs={"context": context.reshape(*problem.weights.shape[:-1], problem.value.shape[-1])},
+            outputs=bring_back({"context": context}, problem.weights.device),
             path="manual",
             why="weights given",
             device=str(self.device),
@@ -121,20 +126,6 @@ class Engine:
             peak_bytes=cost.peak_bytes,
             flops=cost.flops,
         )
-
-    def _placed(self, problem: AttentionProblem) -> AttentionProblem:
-        """The problem where it will be computed: on the device, and on the host at addresses that give equal bits."""
-        if problem.query.device != self.device:
-            moved = {name: t.to(self.device, non_blocking=True) for name, t in problem.tensors().items()}
-            return replace(problem, **moved)  # type: ignore[arg-type]
-        if self.device.type != "cpu":
-            return problem
-        operands = (problem.query, problem.key, problem.value)
-        query, key, value = (None if t is None else aligned(t) for t in operands)
-        assert query is not None
-        if query is problem.query and key is problem.key and value is problem.value:
-            return problem
-        return replace(problem, query=query, key=key, value=value)
 
     def _use_threads(self, flops: int) -> None:
         threads = self.max_threads if flops >= THREADS_FROM_FLOPS else 1
@@ -156,8 +147,21 @@ def estimate(problem: Problem, *, device_type: str) -> Cost:
 
 
 def _fused_beside_manual(problem: CanonicalProblem) -> tuple[KernelOutput, str]:
-    """The fused kernel, and the manual one for the rows that attend what the fused one gets wrong."""
+    """The fused kernel, the manual one for what the fused one gets wrong, and what ``why`` says about that."""
     hazards = find_hazards(problem)
+    if "logsumexp" in problem.outputs and not logsumexp_by_operator(problem):
+        by_manual = manual.attend(replace(problem, outputs=("logsumexp",)), hazards)
+        note = "; logsumexp by the manual kernel"
+        if "context" not in problem.outputs:
+            return by_manual, note
+        by_fused, more = _isolated(replace(problem, outputs=("context",)), hazards)
+        outputs = by_fused.outputs | by_manual.outputs
+        return replace(by_fused, outputs={name: outputs[name] for name in problem.outputs}), note + more
+    return _isolated(problem, hazards)
+
+
+def _isolated(problem: CanonicalProblem, hazards: Hazards) -> tuple[KernelOutput, str]:
+    """The fused kernel on the numbers it answers right, the manual one for the rows that attend others."""
     if not hazards.any:
         return fused.attend(problem), ""
     clean, touched = isolate(problem, hazards)

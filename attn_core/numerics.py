@@ -11,9 +11,6 @@ EMPTY_CONTEXT = 0.0
 EMPTY_WEIGHT = 0.0
 EMPTY_LOGSUMEXP = -math.inf
 
-ALIGNMENT_BYTES = 64
-"""Where torch begins the tensors that it allocates on the host."""
-
 _SAFE_LOGIT = {torch.float32: 1e30, torch.float64: 1e290}
 
 
@@ -40,16 +37,6 @@ def safe_value(dtype: torch.dtype, *, seq_len_kv: int) -> float:
 def _finite_in(dtype: torch.dtype, limit: float) -> float:
     # A comparison rounds the limit to the dtype of the tensor: one above its largest number would let infinity pass.
     return min(limit, float(torch.finfo(dtype).max))
-
-
-def aligned(tensor: Tensor) -> Tensor:
-    """The tensor where torch itself would have put it: on a multiple of 64 bytes, copied if need be.
-
-    BLAS picks its instructions by the address, so the same numbers elsewhere in memory could give other bits.
-    """
-    if tensor.device.type != "cpu" or tensor.numel() == 0 or tensor.data_ptr() % ALIGNMENT_BYTES == 0:
-        return tensor
-    return tensor.clone()
 
 
 def largest(tensor: Tensor) -> float:

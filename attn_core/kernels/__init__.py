@@ -9,7 +9,7 @@ from attn_core.errors import Fault, InvalidProblem
 from attn_core.kernels.output import KernelOutput
 from attn_core.problem import OUTPUTS
 
-__all__ = ["SUPPORTED_OUTPUTS", "KernelOutput", "choose_path", "why_not"]
+__all__ = ["SUPPORTED_OUTPUTS", "KernelOutput", "choose_path", "logsumexp_by_operator", "why_not"]
 
 SUPPORTED_OUTPUTS: dict[str, frozenset[str]] = {
     "fused": frozenset({"context", "logsumexp"}),
@@ -36,8 +36,6 @@ def _why_not_fused(problem: CanonicalProblem, device_type: str) -> str | None:
     if on_cpu and problem.dims.head_dim != problem.dims.head_dim_v:
         return "head dims of query and value differ"
     if not on_cpu:
-        if "logsumexp" in problem.outputs:
-            return f"logsumexp asked for on {device_type}"
         # SDPA would fall back to whole matrices in silence, which no estimate counts.
         dtype = problem.query.dtype
         if dtype == torch.float64:
@@ -48,6 +46,15 @@ def _why_not_fused(problem: CanonicalProblem, device_type: str) -> str | None:
     if problem.bias is not None and half and problem.bias.dtype != problem.query.dtype:
         return "bias is wider than query"
     return None
+
+
+def logsumexp_by_operator(problem: CanonicalProblem, *, device_type: str | None = None) -> bool:
+    """Whether torch's own operator gives the fused kernel a logsumexp that keeps the promise.
+
+    It is the CPU's; and it sums the exponentials of half numbers with fewer digits than float32 has.
+    """
+    on_cpu = (device_type or problem.device.type) == "cpu"
+    return on_cpu and problem.query.dtype == problem.compute_dtype
 
 
 def choose_path(problem: CanonicalProblem, asked: str | None, *, device_type: str | None = None) -> tuple[str, str]:
@@ -62,6 +69,14 @@ def choose_path(problem: CanonicalProblem, asked: str | None, *, device_type: st
             expected = f"{' or '.join(others)}, or nothing, since {reason}"
             raise InvalidProblem([Fault("path", expected, asked)])
         return asked, "asked for"
+    if (
+        reason is None
+        and "logsumexp" in problem.outputs
+        and not logsumexp_by_operator(problem, device_type=device_type)
+    ):
+        # The fused path would have to ask the manual kernel for it besides.
+        where = "in half precision" if problem.query.dtype != problem.compute_dtype else f"on {device_type}"
+        reason = f"logsumexp asked for {where}"
     if reason is None:
         return "fused", "context and logsumexp only"
     return "manual", reason

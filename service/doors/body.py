@@ -11,7 +11,7 @@ import numpy as np
 from starlette.types import Receive
 
 from attn_core.errors import Fault
-from attn_core.numerics import ALIGNMENT_BYTES
+from attn_core.placement import ALIGNMENT_BYTES
 from service.admission import BytePermit
 from service.deadline import Deadline
 from service.doors.exchange import Exchange
