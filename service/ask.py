@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import safetensors.torch
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 JSON, SAFETENSORS = "application/json", "application/vnd.safetensors"
+PROBLEM = "application/problem+json"
 LOADABLE = (".json", ".npz", ".safetensors", ".npy")
 SAVABLE = (".json", ".npz", ".safetensors")
 
@@ -39,28 +42,31 @@ def ask(
     """The outputs and ``info`` of one problem. Raises: AskError, Refused."""
     if save is not None and save.suffix not in SAVABLE:
         raise AskError(f"--save takes {', '.join(SAVABLE)}, not {save.name}")
+    if save is not None and not save.parent.is_dir():
+        raise AskError(f"there is no folder {save.parent} to save to")
     given = _read_options(options, outputs)
     body, content_type = _read_problem(files, given)
     accept = JSON if save is not None and save.suffix == ".json" else SAFETENSORS
     headers = {"content-type": content_type, "accept": accept, "accept-encoding": "identity"}
     try:
         answer = httpx.post(f"{url.rstrip('/')}{path}", content=body, headers=headers, timeout=None)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise AskError(f"no answer from {url}: {error}") from None
     if answer.status_code != 200:
-        try:
+        if answer.headers.get("content-type") == PROBLEM:
             raise Refused(answer.json())
-        except ValueError:
-            raise AskError(f"{url} answered {answer.status_code}: {answer.text[:200]}") from None
+        raise AskError(f"{url} answered {answer.status_code}: {answer.text[:200]}")
+    if answer.headers.get("content-type") != accept:
+        raise AskError(f"{url} answered {answer.headers.get('content-type')}; is attn there?")
     if accept == JSON:
-        assert save is not None
-        save.write_bytes(answer.content)
-        members = answer.json()
-        return {}, members["info"]
-    tensors = safetensors.torch.load(answer.content)
-    info = json.loads(_metadata(answer.content)["info"])
+        tensors, info = {}, answer.json()["info"]
+    else:
+        tensors, info = safetensors.torch.load(answer.content), json.loads(_metadata(answer.content)["info"])
     if save is not None:
-        _save(save, answer.content, tensors)
+        try:
+            _save(save, answer.content, tensors)
+        except OSError as error:
+            raise AskError(f"cannot write {save}: {error.strerror}") from None
     return tensors, info
 
 
@@ -69,21 +75,25 @@ def show(tensors: dict[str, Tensor], info: dict[str, Any], console: Console) -> 
     torch.set_printoptions(precision=4, linewidth=110, sci_mode=False)  # type: ignore[no-untyped-call]
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
-        console.print(f"[bold]{name}[/bold] {dtype} {list(tensor.shape)}", highlight=False)
-        console.print(str(tensor).removeprefix("tensor(").split(", dtype=")[0].rstrip(")"), highlight=False)
+        # Text, not str: rich would take a row such as [nan, 1.0] for a style and drop it.
+        console.print(Text.assemble((name, "bold"), f" {dtype} {list(tensor.shape)}"), soft_wrap=True)
+        if tensor.numel():
+            numbers = str(tensor).removeprefix("tensor(").split(", dtype=")[0].rstrip(")")
+            console.print(Text(numbers), soft_wrap=True)
     table = Table(show_header=False, box=None)
     for name, value in info.items():
-        table.add_row(name, str(value))
+        table.add_row(name, Text(str(value)))
     console.print(table)
 
 
 def show_refusal(problem: dict[str, Any], console: Console) -> None:
     """A refusal with its faults as a table."""
-    console.print(f"[bold red]{problem.get('status')}[/bold red] {problem.get('title')}: {problem.get('detail')}")
+    said = f" {problem.get('title')}: {problem.get('detail')}"
+    console.print(Text.assemble((str(problem.get("status")), "bold red"), said), soft_wrap=True)
     if problem.get("errors"):
         table = Table("field", "expected", "received", box=None)
         for fault in problem["errors"]:
-            table.add_row(fault["field"] or "(body)", fault["expected"], fault["received"])
+            table.add_row(*(Text(text) for text in (fault["field"] or "(body)", fault["expected"], fault["received"])))
         console.print(table)
     for name in ("needed_bytes", "allowed_bytes"):
         if problem.get(name) is not None:
@@ -130,7 +140,9 @@ def _read_problem(files: Sequence[str], options: dict[str, Any]) -> tuple[bytes,
 
 
 def _load(file: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    name, sign, where = file.rpartition("=")
+    name, sign, where = file.partition("=")
+    if not sign or Path(file).is_file():
+        name, sign, where = "", "", file
     path = _existing(where)
     try:
         match path.suffix:
@@ -141,11 +153,16 @@ def _load(file: str, options: dict[str, Any]) -> dict[str, Tensor]:
                     return {key: torch.from_numpy(arrays[key]) for key in arrays.files}
             case ".safetensors" if not sign:
                 content = path.read_bytes()
+                tensors: dict[str, Tensor] = safetensors.torch.load(content)
                 stored = json.loads(_metadata(content).get("options", "{}"))
+                if not isinstance(stored, dict):
+                    raise AskError(f"{path}: its options are not a JSON object")
                 for key, value in stored.items():
                     options.setdefault(key, value)
-                return safetensors.torch.load(content)
-    except (ValueError, OSError, TypeError, safetensors.SafetensorError) as error:
+                return tensors
+            case ".json":
+                raise AskError(f"{file}: a .json file has the whole problem and comes alone")
+    except (ValueError, OSError, EOFError, TypeError, zipfile.BadZipFile, safetensors.SafetensorError) as error:
         raise AskError(f"{path}: {error}") from None
     raise AskError(f"{file}: give a .json, .npz or .safetensors file, or name=FILE.npy for each tensor")
 
@@ -164,7 +181,7 @@ def _metadata(content: bytes) -> dict[str, str]:
 
 
 def _save(path: Path, content: bytes, tensors: dict[str, Tensor]) -> None:
-    if path.suffix == ".safetensors":
+    if path.suffix != ".npz":
         path.write_bytes(content)
         return
     # numpy has no bfloat16; float32 holds every one of its numbers.

@@ -64,10 +64,15 @@ class Batcher:
             self.is_computing = True
             try:
                 self._answer(engine, pending)
+            except _DeviceLost as lost:
+                self._on_lost(lost.error)
+                self._refuse_all(lost.error)
+                return
             finally:
                 self.is_computing = False
 
     def _answer(self, engine: Engine, pending: Pending) -> None:
+        """Report one outcome. Raises: _DeviceLost when the device answers no more."""
         if pending.future.done():
             return
         if pending.deadline.has_passed:
@@ -77,7 +82,10 @@ class Batcher:
         try:
             (outcome,) = engine.run([pending.problem])
         except Exception as error:
-            pending.deliver(_as_ours(error))
+            ours = _as_ours(error)
+            pending.deliver(ours)
+            if ours is error:
+                _check_device(engine)
             return
         if isinstance(outcome, AttentionError):
             pending.deliver(outcome)
@@ -97,16 +105,38 @@ class Batcher:
             pending.deliver(Unavailable(f"the device is lost: {error}"))
 
 
+class _DeviceLost(Exception):
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        super().__init__(str(error))
+
+
+def _check_device(engine: Engine) -> None:
+    """After a mistake nobody foresaw: a device that fails once may fail for good. Raises: _DeviceLost."""
+    try:
+        engine.warm_up()
+    except Exception as error:
+        if _is_out_of_memory(error):
+            return
+        log.exception("the device does not answer any more")
+        raise _DeviceLost(error) from error
+
+
 def _as_ours(error: Exception) -> Exception:
     """Out of memory is a matter of load and worth another try; anything else is a mistake of ours, and stays."""
-    text = str(error)
-    if (
-        isinstance(error, torch.OutOfMemoryError | MemoryError)
-        or "not enough memory" in text
-        or "can't allocate" in text
-    ):
+    if _is_out_of_memory(error):
+        text = str(error)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         log.warning("out of memory: %s", text.splitlines()[0] if text else type(error).__name__)
         return Unavailable("the memory was not to be had just now")
     return error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    text = str(error)
+    return (
+        isinstance(error, torch.OutOfMemoryError | MemoryError)
+        or "not enough memory" in text
+        or "can't allocate" in text
+    )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -42,6 +45,10 @@ def serve(
         for reason in error.reasons:
             print(f"attn: {reason}", file=sys.stderr)
         raise typer.Exit(BAD_SETTINGS) from None
+    # Until the service listens for them: nothing is accepted yet, so nothing is lost. Without a handler of its own the
+    # first process of a container would not even notice.
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGINT, _leave)
     # Only now: torch takes seconds to import, and a wrong setting should be told at once.
     from service import main
 
@@ -81,7 +88,7 @@ def ask(
     if save is None:
         asking.show(tensors, info, console)
     else:
-        console.print(f"wrote {save}", highlight=False)
+        console.print(f"wrote {save}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -99,6 +106,10 @@ def version() -> None:
     table.add_row("python", platform.python_version())
     table.add_row("device", str(choose_device("auto")))
     Console().print(table, highlight=False)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    os._exit(0)
 
 
 def run() -> None:

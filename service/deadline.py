@@ -36,7 +36,9 @@ class Deadline:
     async def wait_for(self, future: asyncio.Future[T]) -> T:
         """The future's result. Raises: DeadlinePassed, and the future is cancelled."""
         try:
-            async with asyncio.timeout(max(0.0, self.remaining_s)):
+            async with asyncio.timeout(max(0.0, self.remaining_s)) as limit:
                 return await future
         except TimeoutError:
+            if not limit.expired():
+                raise
             raise DeadlinePassed("the deadline passed before the answer was there") from None

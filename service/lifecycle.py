@@ -6,8 +6,10 @@ import asyncio
 import enum
 import logging
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from service.errors import Draining, Unavailable
 
@@ -27,45 +29,75 @@ class Lifecycle:
 
     def __init__(self) -> None:
         self.state = State.STARTING
-        self.inside = 0
+        self._moving = threading.Lock()
+        self._inside: set[asyncio.Task[object]] = set()
+        self._given_up: set[asyncio.Task[object]] = set()
         self._stop_asked = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def inside(self) -> int:
+        """How many requests are inside."""
+        return len(self._inside)
 
     @property
     def is_ready(self) -> bool:
         return self.state is State.READY
 
     def mark_ready(self) -> None:
-        if self.state is State.STARTING:
-            self.state = State.READY
+        self._move(State.READY, State.STARTING)
 
     def mark_lost(self, error: BaseException) -> None:
-        if self.state in (State.STARTING, State.READY):
+        if self._move(State.LOST, State.STARTING, State.READY):
             log.error("the device is lost: %s", error)
-            self.state = State.LOST
+
+    def _move(self, state: State, *origins: State) -> bool:
+        """Go to ``state`` from one of ``origins``; a warm-up that ends after the drain began must not undo it."""
+        with self._moving:
+            if self.state not in origins:
+                return False
+            self.state = state
+            return True
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Be inside, so that a drain waits. Raises: Draining, Unavailable when nothing new is taken."""
+        """Be inside, in the task of one request, so that a drain waits.
+
+        Raises: Draining, Unavailable when nothing new is taken; Draining when a drain gives the request up.
+        """
         if self.state in (State.DRAINING, State.STOPPED):
             raise Draining("the server is draining and takes no new work")
         if self.state is not State.READY:
             raise Unavailable(f"the server is not ready: {self.state.value}")
-        self.inside += 1
+        task = asyncio.current_task()
+        assert task is not None and task not in self._inside
+        self._inside.add(task)
         self._idle.clear()
         try:
             yield
+        except asyncio.CancelledError:
+            if task in self._given_up and task.uncancel() == 0:
+                raise Draining("the server stops and its drain's limit is over") from None
+            raise
         finally:
-            self.inside -= 1
-            if not self.inside:
+            self._inside.discard(task)
+            self._given_up.discard(task)
+            if not self._inside:
                 self._idle.set()
 
     def listen_for_signals(self) -> None:
         """SIGTERM and SIGINT ask for a stop; a second one changes nothing, the drain has its limit."""
         loop = asyncio.get_running_loop()
+
+        def ask(number: int, frame: FrameType | None) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self.ask_to_stop)
+
+        # Not the loop's own handlers: they go with the loop, and a second signal would then kill a process that is
+        # done and about to say so.
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.ask_to_stop)
+            signal.signal(number, ask)
 
     def ask_to_stop(self) -> None:
         self._stop_asked.set()
@@ -76,9 +108,9 @@ class Lifecycle:
     async def drain(self, *, notice_s: float, timeout_s: float) -> int:
         """Refuse new work, keep the port open for at least ``notice_s``, wait for what is inside.
 
-        Gives how many requests were still inside when ``timeout_s`` was over.
+        Gives how many requests were still inside when ``timeout_s`` was over; they are answered ``Draining``.
         """
-        self.state = State.DRAINING
+        self._move(State.DRAINING, *State)
         log.info("draining: %d requests inside", self.inside)
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -87,9 +119,12 @@ class Lifecycle:
                 await self._idle.wait()
         except TimeoutError:
             log.error("the drain's limit of %g s is over: %d requests are given up", timeout_s, self.inside)
-            return self.inside
+            self._given_up = set(self._inside)
+            for task in self._given_up:
+                task.cancel()
+            return len(self._given_up)
         await asyncio.sleep(max(0.0, notice_s - (loop.time() - began)))
         return 0
 
     def mark_stopped(self) -> None:
-        self.state = State.STOPPED
+        self._move(State.STOPPED, *State)

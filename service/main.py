@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import os
 import resource
 import socket
@@ -37,6 +38,9 @@ log = logging.getLogger("attn.main")
 BUDGET_SHARE = 0.8
 """The share of free memory that one problem may need where no budget is set."""
 ENGINE_STOP_S = 2.0
+BACKLOG = 2048
+LAST_REQUESTS_S = 0.1
+"""Between the port's end and that of idle connections: one just accepted still gets its answer."""
 
 
 class StartError(Exception):
@@ -56,8 +60,9 @@ def serve(settings: Settings) -> int:
     device = choose_device(settings.device)
     listener = listen(settings.host, settings.port)
     code, engine_ended = uvloop.run(_serve(settings, device, listener))
-    if not engine_ended:
-        # A kernel that is still running cannot be interrupted, and torch must not be torn down under it.
+    if code or not engine_ended:
+        # A kernel or a parse that is still running cannot be interrupted, would be waited for without a limit, and
+        # torch must not be torn down under it.
         logging.shutdown()
         sys.stderr.flush()
         os._exit(code)
@@ -75,7 +80,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises: StartError naming the address that cannot be had."""
+    """A listening socket. Raises: StartError naming the address that cannot be had."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -86,6 +91,8 @@ def listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
+        # Two that start at once may both bind; only one may listen.
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise StartError(f"cannot listen on {host}:{port}: {error.strerror}") from None
@@ -162,7 +169,7 @@ def make_server(app: ASGIApp, settings: Settings) -> uvicorn.Server:
             server_header=False,
             timeout_keep_alive=max(1, round(settings.keep_alive_s)),
             timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
-            backlog=2048,
+            backlog=BACKLOG,
         )
     )
 
@@ -179,13 +186,22 @@ async def _serve(settings: Settings, device: torch.device, listener: socket.sock
     stop = asyncio.create_task(lifecycle.wait_until_asked_to_stop())
     await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()
+    loop = asyncio.get_running_loop()
+    end = loop.time() + settings.drain_timeout_s
     given_up = await lifecycle.drain(notice_s=settings.drain_notice_s, timeout_s=settings.drain_timeout_s)
+    if server.started:
+        for accepting in server.servers:
+            accepting.close()
+        await asyncio.sleep(LAST_REQUESTS_S)
+    # What is left of the drain's limit is for answers that are still being written.
+    server.config.timeout_graceful_shutdown = max(1, math.ceil(end - loop.time()))
     server.should_exit = True
     await serving
+    unsent = len(server.server_state.connections)
     lifecycle.mark_stopped()
     engine_ended = await asyncio.to_thread(parts.batcher.stop, ENGINE_STOP_S)
-    log.info("stopped", extra={"fields": {"given_up_requests": given_up}})
-    return (1 if given_up else 0), engine_ended
+    log.info("stopped", extra={"fields": {"given_up_requests": given_up, "unsent_answers": unsent}})
+    return (1 if given_up or unsent else 0), engine_ended
 
 
 def _allowed_bytes(settings: Settings, device: torch.device) -> Callable[[], int]:

@@ -2,45 +2,48 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 _UNLIMITED = 2**60
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
-def total_bytes(device: torch.device) -> int:
+def total_bytes(device: torch.device, *, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
     """The memory of the device: of the GPU, or of the host within the cgroup's limit."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    return min([_meminfo("MemTotal"), *(limit for limit, _ in _cgroup_limits())])
+    return min([_meminfo("MemTotal", proc), *(limit for limit, _ in _cgroup_limits(proc, cgroups))])
 
 
-def free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device, *, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
     """What could be allocated now; memory that torch keeps for reuse counts as free."""
     if device.type == "cuda":
         free = int(torch.cuda.mem_get_info(device)[0])
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return max(0, min([_meminfo("MemAvailable"), *(limit - used for limit, used in _cgroup_limits())]))
+    within_limits = [limit - used for limit, used in _cgroup_limits(proc, cgroups)]
+    return max(0, min([_meminfo("MemAvailable", proc), *within_limits]))
 
 
-def resident_bytes() -> int:
+def resident_bytes(*, proc: Path = _PROC) -> int:
     """The resident memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096
+    pages = int((proc / "self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
 
-def _meminfo(name: str, path: Path = Path("/proc/meminfo")) -> int:
-    for line in path.read_text().splitlines():
+def _meminfo(name: str, proc: Path) -> int:
+    for line in (proc / "meminfo").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
     return _UNLIMITED
 
 
-def _cgroup_limits(root: Path = Path("/sys/fs/cgroup")) -> Iterator[tuple[int, int]]:
+def _cgroup_limits(proc: Path, root: Path) -> Iterator[tuple[int, int]]:
     """(limit, used without reclaimable file cache) of each cgroup, v2 or v1, that limits this process."""
-    own = Path("/proc/self/cgroup")
+    own = proc / "self/cgroup"
     if not own.exists():
         return
     for line in own.read_text().splitlines():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from attn_core.problem import AttentionProblem, AttentionResult, WeightedSumProblem
 from service.deadline import Deadline
-from service.errors import Overloaded
+from service.errors import Draining, Overloaded
 
 Problem = AttentionProblem | WeightedSumProblem
 
@@ -65,8 +65,10 @@ class RequestQueue:
         return len(self._waiting)
 
     def put(self, pending: Pending) -> None:
-        """Add one. Raises: Overloaded when the queue is full."""
+        """Add one. Raises: Overloaded when the queue is full, Draining when it is closed."""
         with self._changed:
+            if self._closed:
+                raise Draining("the server stops and takes no new work")
             if len(self._waiting) >= self.max_requests:
                 raise Overloaded(f"{self.max_requests} requests are waiting already", reason="queue_full")
             self._waiting.append(pending)

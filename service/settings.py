@@ -14,7 +14,8 @@ PREFIX = "ATTN_"
 CLIENT_VARIABLES = frozenset({"ATTN_URL"})
 """Read by clients: known, and nothing to the server."""
 
-_KUBERNETES = re.compile(r"ATTN_(.*_)?(SERVICE_(HOST|PORT.*)|PORT_\d+_(TCP|UDP).*)")
+_KUBERNETES = re.compile(r"ATTN_(.*_)?(SERVICE_(HOST|PORT.*)|PORT_\d+_(TCP|UDP|SCTP).*)")
+_LINK = ("tcp://", "udp://", "sctp://")
 _LINKS_ADVICE = (
     "Kubernetes sets it in every pod beside a Service called attn: put `enableServiceLinks: false` into the pod's spec"
 )
@@ -81,7 +82,8 @@ def read_settings(environment: Mapping[str, str] | None = None, **overrides: Any
         if field in Settings.model_fields and not _KUBERNETES.fullmatch(name):
             values[field] = text
         elif name not in CLIENT_VARIABLES:
-            advice = _LINKS_ADVICE if _KUBERNETES.fullmatch(name) else "`attn serve --help` lists the settings"
+            is_link = _KUBERNETES.fullmatch(name) or text.startswith(_LINK)
+            advice = _LINKS_ADVICE if is_link else "`attn serve --help` lists the settings"
             reasons.append(f"{name} is not a setting; {advice}")
     values |= {name: value for name, value in overrides.items() if value is not None}
     settings: Settings | None = None
@@ -90,7 +92,7 @@ def read_settings(environment: Mapping[str, str] | None = None, **overrides: Any
     except ValidationError as error:
         for wrong in error.errors(include_url=False, include_context=False):
             name = PREFIX + str(wrong["loc"][0]).upper()
-            advice = f"; {_LINKS_ADVICE}" if str(wrong["input"]).startswith(("tcp://", "udp://")) else ""
+            advice = f"; {_LINKS_ADVICE}" if str(wrong["input"]).startswith(_LINK) else ""
             reasons.append(
                 f"{name}: {wrong['msg'][:1].lower() + wrong['msg'][1:]}, received {wrong['input']!r}{advice}"
             )

@@ -106,12 +106,21 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
+class TextFormatter(logging.Formatter):
+    """One line to read, with the same fields behind it."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s%(given)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.given = "".join(f" {name}={value}" for name, value in getattr(record, "fields", {}).items())
+        return super().format(record)
+
+
 def set_up_logging(*, level: str, as_json: bool) -> None:
     """Everything of this process to stderr, in one form."""
     handler = logging.StreamHandler()
-    handler.setFormatter(
-        JsonFormatter() if as_json else logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
-    )
+    handler.setFormatter(JsonFormatter() if as_json else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))

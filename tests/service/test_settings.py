@@ -1,0 +1,124 @@
+"""Settings: everything from the environment, nothing guessed, every fault at once."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from service.settings import Settings, SettingsError, describe_settings, read_settings
+
+
+def reasons_of(environment: dict[str, str]) -> list[str]:
+    with pytest.raises(SettingsError) as caught:
+        read_settings(environment)
+    return caught.value.reasons
+
+
+def test_an_empty_environment_gives_the_defaults() -> None:
+    settings = read_settings({})
+    assert {name: getattr(settings, name) for name in Settings.model_fields} == {
+        name: field.default for name, field in Settings.model_fields.items()
+    }
+
+
+def test_every_default_passes_its_own_check() -> None:
+    defaults = {name: str(field.default) for name, field in Settings.model_fields.items()}
+    assert read_settings({"ATTN_" + name.upper(): text for name, text in defaults.items()}) == read_settings({})
+
+
+def test_variables_are_read_by_type() -> None:
+    settings = read_settings(
+        {"ATTN_PORT": "9000", "ATTN_REQUEST_TIMEOUT_S": "2.5", "ATTN_HOST": "0.0.0.0", "PATH": "x"}
+    )
+    assert (settings.port, settings.request_timeout_s, settings.host) == (9000, 2.5, "0.0.0.0")
+
+
+def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_MAX_QUEUE_REQUESTS", "7")
+    assert read_settings().max_queue_requests == 7
+    assert read_settings({}).max_queue_requests == 256
+
+
+def test_the_command_line_wins_and_leaves_what_it_does_not_say() -> None:
+    environment = {"ATTN_PORT": "9000", "ATTN_HOST": "10.0.0.1"}
+    settings = read_settings(environment, port=9001, host=None)
+    assert (settings.port, settings.host) == (9001, "10.0.0.1")
+    assert read_settings({"ATTN_PORT": "tcp://10.0.0.1:8000"}, port=9001).port == 9001
+
+
+def test_a_wrong_command_line_is_named_as_its_variable() -> None:
+    with pytest.raises(SettingsError, match=r"^ATTN_PORT: .*received 99999"):
+        read_settings({}, port=99999)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("ATTN_PORT", "eighty"),
+        ("ATTN_PORT", "65536"),
+        ("ATTN_PORT", "-1"),
+        ("ATTN_PORT", "80.5"),
+        ("ATTN_PORT", ""),
+        ("ATTN_HOST", ""),
+        ("ATTN_DEVICE", "gpu"),
+        ("ATTN_DEVICE", "cuda:"),
+        ("ATTN_DEVICE", "cpu\n"),
+        ("ATTN_MAX_BODY_BYTES", "512MB"),
+        ("ATTN_MAX_REQUESTS_INSIDE", "0"),
+        ("ATTN_REQUEST_TIMEOUT_S", "0"),
+        ("ATTN_REQUEST_TIMEOUT_S", "nan"),
+        ("ATTN_REQUEST_TIMEOUT_S", "inf"),
+        ("ATTN_DRAIN_NOTICE_S", "-0.1"),
+        ("ATTN_LOG_LEVEL", "INFO "),
+        ("ATTN_LOG_FORMAT", "xml"),
+    ],
+)
+def test_a_malformed_value_is_refused_and_named(name: str, text: str) -> None:
+    (reason,) = reasons_of({name: text})
+    assert reason.startswith(f"{name}: ") and repr(text) in reason
+
+
+def test_every_fault_is_told_at_once() -> None:
+    reasons = reasons_of({"ATTN_PROT": "1", "ATTN_PORT": "x", "ATTN_MAX_AXIS": "0", "ATTN_HOST": "0.0.0.0"})
+    named = {reason.replace(":", " ").split()[0] for reason in reasons}
+    assert named == {"ATTN_PROT", "ATTN_PORT", "ATTN_MAX_AXIS"} and len(reasons) == 3
+
+
+def test_an_unknown_variable_is_refused_even_if_empty() -> None:
+    (reason,) = reasons_of({"ATTN_PROT": ""})
+    assert "ATTN_PROT is not a setting" in reason and "attn serve --help" in reason
+
+
+def test_the_clients_variable_is_known_and_nothing_to_the_server() -> None:
+    assert read_settings({"ATTN_URL": "http://elsewhere:1"}) == read_settings({})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("ATTN_PORT", "tcp://10.0.0.1:8000"),
+        ("ATTN_PORT", "udp://10.0.0.1:8000"),
+        ("ATTN_SERVICE_HOST", "10.0.0.1"),
+        ("ATTN_SERVICE_PORT", "8000"),
+        ("ATTN_SERVICE_PORT_HTTP", "8000"),
+        ("ATTN_PORT_8000_TCP", "tcp://10.0.0.1:8000"),
+        ("ATTN_PORT_8000_TCP_ADDR", "10.0.0.1"),
+        ("ATTN_GRPC_SERVICE_HOST", "10.0.0.1"),
+        ("ATTN_GRPC_PORT", "tcp://10.0.0.1:9000"),
+    ],
+)
+def test_the_links_of_kubernetes_are_refused_with_their_remedy(name: str, text: str) -> None:
+    (reason,) = reasons_of({name: text})
+    assert reason.startswith(name) and "enableServiceLinks: false" in reason
+
+
+def test_settings_cannot_be_changed() -> None:
+    settings = read_settings({})
+    with pytest.raises(ValidationError, match="frozen"):
+        settings.port = 1
+
+
+def test_every_setting_is_described() -> None:
+    described = describe_settings()
+    assert [name for name, _, _ in described] == ["ATTN_" + name.upper() for name in Settings.model_fields]
+    assert all(meaning for _, _, meaning in described)
