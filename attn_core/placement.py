@@ -29,7 +29,7 @@ def place(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tens
     if device.type == "cpu":
         return {name: aligned(tensor.to(device)) for name, tensor in tensors.items()}
     return {
-        name: (tensor if tensor.device.type != "cpu" else tensor.pin_memory(device)).to(device, non_blocking=True)
+        name: (tensor if tensor.device.type != "cpu" else tensor.pin_memory()).to(device, non_blocking=True)
         for name, tensor in tensors.items()
     }
 
