@@ -61,7 +61,9 @@ def ask(
     if accept == JSON:
         tensors, info = {}, answer.json()["info"]
     else:
-        tensors, info = safetensors.torch.load(answer.content), json.loads(_metadata(answer.content)["info"])
+        loaded = safetensors.torch.load(answer.content)
+        tensors = {name: loaded[name] for name in _header(answer.content) if name in loaded}
+        info = json.loads(_metadata(answer.content)["info"])
     if save is not None:
         try:
             _save(save, answer.content, tensors)
@@ -149,7 +151,8 @@ def _load(file: str, options: dict[str, Any]) -> dict[str, Tensor]:
             case ".npy" if sign:
                 return {name: torch.from_numpy(np.load(path))}
             case ".npz" if not sign:
-                with np.load(path) as arrays:
+                # numpy leaves a file that it opened and cannot read open.
+                with path.open("rb") as opened, np.load(opened) as arrays:
                     return {key: torch.from_numpy(arrays[key]) for key in arrays.files}
             case ".safetensors" if not sign:
                 content = path.read_bytes()
@@ -174,9 +177,14 @@ def _existing(file: str) -> Path:
     return path
 
 
-def _metadata(content: bytes) -> dict[str, str]:
+def _header(content: bytes) -> dict[str, Any]:
     length = int.from_bytes(content[:8], "little")
-    found: dict[str, str] = json.loads(content[8 : 8 + length]).get("__metadata__", {})
+    header: dict[str, Any] = json.loads(content[8 : 8 + length])
+    return header
+
+
+def _metadata(content: bytes) -> dict[str, str]:
+    found: dict[str, str] = _header(content).get("__metadata__", {})
     return found
 
 

@@ -15,6 +15,8 @@ from service.errors import Draining, Unavailable
 
 log = logging.getLogger("attn.lifecycle")
 
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 
 class State(enum.Enum):
     STARTING = "starting"
@@ -96,8 +98,13 @@ class Lifecycle:
 
         # Not the loop's own handlers: they go with the loop, and a second signal would then kill a process that is
         # done and about to say so.
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _STOP_SIGNALS:
             signal.signal(number, ask)
+
+    def ignore_signals(self) -> None:
+        """From now to the end of the process: the interpreter puts handlers of ours back to killing as it ends."""
+        for number in _STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
     def ask_to_stop(self) -> None:
         self._stop_asked.set()

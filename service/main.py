@@ -199,6 +199,7 @@ async def _serve(settings: Settings, device: torch.device, listener: socket.sock
     await serving
     unsent = len(server.server_state.connections)
     lifecycle.mark_stopped()
+    lifecycle.ignore_signals()
     engine_ended = await asyncio.to_thread(parts.batcher.stop, ENGINE_STOP_S)
     log.info("stopped", extra={"fields": {"given_up_requests": given_up, "unsent_answers": unsent}})
     return (1 if given_up or unsent else 0), engine_ended
