@@ -190,6 +190,8 @@ async def _serve(settings: Settings, device: torch.device, listener: socket.sock
     end = loop.time() + settings.drain_timeout_s
     given_up = await lifecycle.drain(notice_s=settings.drain_notice_s, timeout_s=settings.drain_timeout_s)
     if server.started:
+        # Right after the loop has accepted all who wait, and before it works on them: whoever waits is reset.
+        await asyncio.sleep(0)
         for accepting in server.servers:
             accepting.close()
         await asyncio.sleep(LAST_REQUESTS_S)
