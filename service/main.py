@@ -8,7 +8,6 @@ import functools
 import logging
 import math
 import os
-import resource
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from attn_core.engine import Engine, estimate
-from service import memory
+from service import host as machine
 from service.admission import Admission
 from service.attend import Attend
 from service.batcher import Batcher
@@ -145,7 +144,7 @@ def compose(settings: Settings, device: torch.device, *, make_engine: Callable[[
                     max_timeout_s=settings.max_timeout_s,
                 ),
                 max_body_bytes=settings.max_body_bytes,
-                default_timeout_s=min(settings.request_timeout_s, settings.max_timeout_s),
+                default_timeout_s=settings.request_timeout_s,
                 max_queue_requests=settings.max_queue_requests,
                 memory_bytes=allowed_bytes,
             ),
@@ -175,7 +174,7 @@ def make_server(app: ASGIApp, settings: Settings) -> uvicorn.Server:
 
 
 async def _serve(settings: Settings, device: torch.device, listener: socket.socket) -> tuple[int, bool]:
-    threads = settings.torch_threads or len(os.sched_getaffinity(0))
+    threads = settings.torch_threads or machine.usable_cores()
     parts = compose(settings, device, make_engine=lambda: Engine(device=device, max_threads=threads))
     lifecycle, server = parts.lifecycle, make_server(parts.app, settings)
     lifecycle.listen_for_signals()
@@ -208,9 +207,10 @@ async def _serve(settings: Settings, device: torch.device, listener: socket.sock
 
 
 def _allowed_bytes(settings: Settings, device: torch.device) -> Callable[[], int]:
-    if settings.memory_budget_bytes:
-        return lambda: settings.memory_budget_bytes
-    return lambda: int(BUDGET_SHARE * memory.free_bytes(device))
+    budget = settings.memory_budget_bytes
+    if budget is not None:
+        return lambda: budget
+    return lambda: int(BUDGET_SHARE * machine.free_bytes(device))
 
 
 def _memory_by_kind(device: torch.device) -> dict[str, float]:
@@ -219,10 +219,10 @@ def _memory_by_kind(device: torch.device) -> dict[str, float]:
             "allocated": torch.cuda.memory_allocated(device),
             "reserved": torch.cuda.memory_reserved(device),
             "peak": torch.cuda.max_memory_allocated(device),
-            "limit": memory.total_bytes(device),
+            "limit": machine.total_bytes(device),
         }
     return {
-        "resident": memory.resident_bytes(),
-        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "limit": memory.total_bytes(device),
+        "resident": machine.resident_bytes(),
+        "peak": machine.peak_resident_bytes(),
+        "limit": machine.total_bytes(device),
     }

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 PREFIX = "ATTN_"
@@ -41,8 +41,8 @@ class Settings(BaseSettings):
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
         description="auto, cpu, cuda or cuda:N; auto takes a GPU if there is one",
     )
-    torch_threads: int = Field(
-        0, ge=0, le=1024, description="threads of one large problem on CPU; 0 for as many as there are cores"
+    torch_threads: int | None = Field(
+        None, ge=1, le=1024, description="threads of one large problem on CPU; unset: as many as there are cores"
     )
     max_body_bytes: int = Field(512 * 2**20, ge=1024, description="largest body, as sent and inflated")
     max_body_bytes_inside: int = Field(
@@ -52,8 +52,8 @@ class Settings(BaseSettings):
     max_queue_requests: int = Field(256, ge=1, description="problems that may wait for the engine")
     max_tensor_elements: int = Field(2**31 - 1, ge=1, description="elements of one tensor")
     max_axis: int = Field(2**24, ge=1, description="length of one axis of a tensor")
-    memory_budget_bytes: int = Field(
-        0, ge=0, description="memory that one problem may need; 0 for four fifths of what is free at that moment"
+    memory_budget_bytes: int | None = Field(
+        None, ge=1, description="memory that one problem may need; unset: four fifths of what is free at that moment"
     )
     request_timeout_s: float = Field(60.0, gt=0, le=86400, description="deadline of a request that names none")
     max_timeout_s: float = Field(600.0, gt=0, le=86400, description="longest deadline a request may ask for")
@@ -66,6 +66,14 @@ class Settings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug logs every request")
     log_format: Literal["json", "text"] = Field("json", description="one JSON object a line, or text")
+
+    @model_validator(mode="after")
+    def _deadlines_agree(self) -> Settings:
+        if self.request_timeout_s > self.max_timeout_s:
+            raise ValueError(
+                f"ATTN_REQUEST_TIMEOUT_S {self.request_timeout_s:g} is over ATTN_MAX_TIMEOUT_S {self.max_timeout_s:g}"
+            )
+        return self
 
 
 def read_settings(environment: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
@@ -91,6 +99,9 @@ def read_settings(environment: Mapping[str, str] | None = None, **overrides: Any
         settings = _Given(**values)
     except ValidationError as error:
         for wrong in error.errors(include_url=False, include_context=False):
+            if not wrong["loc"]:
+                reasons.append(str(wrong["msg"]).removeprefix("Value error, "))
+                continue
             name = PREFIX + str(wrong["loc"][0]).upper()
             advice = f"; {_LINKS_ADVICE}" if str(wrong["input"]).startswith(_LINK) else ""
             reasons.append(
@@ -119,6 +130,6 @@ class _Given(Settings):
 def describe_settings() -> list[tuple[str, str, str]]:
     """(variable, default, meaning) of every setting, for help and documentation."""
     return [
-        (PREFIX + name.upper(), str(field.default), field.description or "")
+        (PREFIX + name.upper(), "unset" if field.default is None else str(field.default), field.description or "")
         for name, field in Settings.model_fields.items()
     ]

@@ -176,8 +176,7 @@ def test_compose_gives_build_arguments_that_the_dockerfile_takes() -> None:
 def test_compose_waits_longer_than_a_drain_may_take() -> None:
     attn = _read_yaml(DEPLOY / "compose.yaml")["services"]["attn"]
     settings = _check_settings(attn["environment"])
-    # Once for requests inside, once more for connections that are left.
-    assert _seconds(attn["stop_grace_period"]) >= 2 * settings.drain_timeout_s + ENGINE_AND_EXIT_S
+    assert _seconds(attn["stop_grace_period"]) >= settings.drain_timeout_s + ENGINE_AND_EXIT_S
 
 
 def test_compose_takes_every_privilege_away() -> None:

@@ -22,7 +22,8 @@ def test_an_empty_environment_gives_the_defaults() -> None:
 
 
 def test_every_default_passes_its_own_check() -> None:
-    defaults = {name: str(field.default) for name, field in Settings.model_fields.items()}
+    fields = Settings.model_fields.items()
+    defaults = {name: str(field.default) for name, field in fields if field.default is not None}
     assert read_settings({"ATTN_" + name.upper(): text for name, text in defaults.items()}) == read_settings({})
 
 
@@ -122,3 +123,11 @@ def test_every_setting_is_described() -> None:
     described = describe_settings()
     assert [name for name, _, _ in described] == ["ATTN_" + name.upper() for name in Settings.model_fields]
     assert all(meaning for _, _, meaning in described)
+
+
+def test_a_default_deadline_over_the_longest_is_refused() -> None:
+    with pytest.raises(SettingsError) as caught:
+        read_settings({"ATTN_MAX_TIMEOUT_S": "5"})
+    (reason,) = caught.value.reasons
+    assert "ATTN_REQUEST_TIMEOUT_S 60" in reason
+    assert "ATTN_MAX_TIMEOUT_S 5" in reason

@@ -1,14 +1,15 @@
-"""What the device's memory is, from trees of files as Linux shows them."""
+"""What the machine gives, from trees of files as Linux shows them."""
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 
 import pytest
 import torch
 
-from service.memory import free_bytes, resident_bytes, total_bytes
+from service.host import free_bytes, resident_bytes, total_bytes, usable_cores
 
 CPU = torch.device("cpu")
 MEBIBYTE = 2**20
@@ -114,3 +115,32 @@ def test_resident_memory_is_counted_in_pages(tmp_path: Path) -> None:
 def test_this_machine_has_figures_that_agree() -> None:
     assert 0 < resident_bytes() < total_bytes(CPU)
     assert 0 <= free_bytes(CPU) <= total_bytes(CPU)
+
+
+CORES = len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("files", "cgroup", "cores"),
+    [
+        ({}, "0::/\n", CORES),
+        ({"cpu.max": "max 100000\n"}, "0::/\n", CORES),
+        ({"cpu.max": "150000 100000\n"}, "0::/\n", 1),
+        ({"cpu.max": "50000 100000\n"}, "0::/\n", 1),
+        ({"cpu.max": "99900000 100000\n"}, "0::/\n", CORES),
+        ({"a/cpu.max": "max 100000\n", "cpu.max": "100000 100000\n"}, "0::/a/b\n", 1),
+        ({"cpu/cpu.cfs_quota_us": "100000\n", "cpu/cpu.cfs_period_us": "100000\n"}, "4:cpu,cpuacct:/\n", 1),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, "4:cpu,cpuacct:/\n", CORES),
+    ],
+)
+def test_cores_are_counted_within_the_quota(tmp_path: Path, files: dict[str, str], cgroup: str, cores: int) -> None:
+    proc, cgroups = make_proc(tmp_path, cgroup), write_tree(tmp_path / "cgroup", files)
+    assert usable_cores(proc=proc, cgroups=cgroups) == cores
+
+
+def test_a_system_without_proc_still_has_figures(tmp_path: Path) -> None:
+    nothing = tmp_path / "nothing"
+    assert total_bytes(CPU, proc=nothing, cgroups=nothing) > 2**28
+    assert free_bytes(CPU, proc=nothing, cgroups=nothing) > 2**28
+    assert resident_bytes(proc=nothing) > 2**20
+    assert usable_cores(proc=nothing, cgroups=nothing) == CORES
