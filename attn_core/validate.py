@@ -321,12 +321,15 @@ def _check_vectors(specs: Mapping[str, TensorSpec], axes: _Axes, faults: list[Fa
         spec = specs.get(name)
         if spec is None:
             continue
-        letter, size = ("H", heads) if name in ("alibi_slopes", "sinks") else ("B", batch)
+        of_heads = name in ("alibi_slopes", "sinks")
+        letter, size = ("H", heads) if of_heads else ("B", batch)
         legal = [] if size is None else [(size,)]
         if name == "query_offset":
             legal.append((1,))
         if len(spec.shape) != 1 or (size is not None and spec.shape not in legal):
-            expected = f"[{letter}]" + (f" = [{size}]" if size is not None else "")
+            expected = f"[{letter}]"
+            if size is not None:
+                expected += f" = [{size}], {'one for each head' if of_heads else 'the batch'} of query"
             if name == "query_offset":
                 expected += ", [1] or a plain number"
             faults.append(Fault(name, expected, shape_text(spec.shape)))
