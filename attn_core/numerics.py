@@ -10,6 +10,9 @@ from torch import Tensor
 EMPTY_CONTEXT = 0.0
 EMPTY_WEIGHT = 0.0
 EMPTY_LOGSUMEXP = -math.inf
+SIGNLESS_ZERO = 0.0
+"""Added to a context beside forbidden pairs: a weight of 0 times a negative number is -0, and that sign would tell
+what a forbidden key holds. -0 + 0 is 0."""
 
 _SAFE_LOGIT = {torch.float32: 1e30, torch.float64: 1e290}
 

@@ -29,8 +29,10 @@ from attn_core.problem import (
     TensorSpec,
     WeightedSumProblem,
 )
+from attn_core.support import PATHS, path_expectation, why_not_by_options
 
-PATHS: tuple[str, ...] = ("fused", "manual")
+MAX_FAULTS = 50
+"""So many wrong numbers of one tensor are named."""
 MAX_OFFSET = 2**53
 """Beyond it a position is no longer exact in float64, in which ALiBi distances are taken."""
 
@@ -58,7 +60,8 @@ def check_problem(problem: AttentionProblem | WeightedSumProblem) -> None:
 def check_values(problem: AttentionProblem | WeightedSumProblem) -> None:
     """Refuse lengths, offsets, slopes and sinks out of range. Raises: InvalidProblem."""
     if isinstance(problem, AttentionProblem):
-        faults = find_value_faults(problem.tensors(), dims_of(problem))
+        dims = dims_of(problem)
+        faults = find_value_faults(problem.tensors(), seq_len_q=dims.seq_len_q, seq_len_kv=dims.seq_len_kv)
         if faults:
             raise InvalidProblem(faults)
 
@@ -281,7 +284,7 @@ def _check_operands(
         if options.num_kv_heads is not None and key.heads is not None and options.num_kv_heads != key.heads:
             expected = f"{key.heads}, the heads of key, or nothing in layout {options.layout}"
             faults.append(Fault("num_kv_heads", expected, str(options.num_kv_heads)))
-    elif axes.self_attention and options.num_kv_heads not in (None, options.num_heads):
+    elif axes.self_attention and options.num_heads and options.num_kv_heads not in (None, options.num_heads):
         expected = f"{options.num_heads}, as num_heads, where key = value = query"
         faults.append(Fault("num_kv_heads", expected, str(options.num_kv_heads)))
 
@@ -391,9 +394,27 @@ def _check_options(
         faults.append(Fault("layout", names_text(LAYOUTS), str(options.layout)))
     if options.empty_rows not in ("zeros", "error"):
         faults.append(Fault("empty_rows", "zeros or error", str(options.empty_rows)))
-    if options.path is not None and options.path not in PATHS:
-        faults.append(Fault("path", names_text(PATHS), str(options.path)))
+    _check_path(specs, options, broken, faults)
     _check_outputs(options, axes, broken, faults)
+
+
+def _check_path(
+    specs: Mapping[str, TensorSpec], options: AttentionOptions, broken: Container[str], faults: list[Fault]
+) -> None:
+    if options.path is None:
+        return
+    if options.path not in PATHS:
+        faults.append(Fault("path", names_text(PATHS), str(options.path)))
+    elif "outputs" not in broken:
+        reason = why_not_by_options(
+            options.path,
+            [name for name in options.outputs if name in OUTPUTS],
+            softcap=options.softcap is not None,
+            sinks="sinks" in specs,
+            alibi_slopes="alibi_slopes" in specs,
+        )
+        if reason is not None:
+            faults.append(Fault("path", path_expectation(options.path, reason), options.path))
 
 
 def _is_finite_in(number: float, dtype: torch.dtype) -> bool:
@@ -494,35 +515,66 @@ def find_weighted_sum_faults(specs: Mapping[str, TensorSpec], *, broken: Contain
     return faults
 
 
-def find_value_faults(tensors: Mapping[str, Tensor], dims: Dims | None) -> list[Fault]:
-    """Faults in the numbers of lengths, offsets, slopes and sinks. ``dims`` None checks what needs no axis.
+def known_lengths(
+    specs: Mapping[str, TensorSpec], options: AttentionOptions, *, broken: Container[str] = ()
+) -> tuple[int | None, int | None]:
+    """seq_len_q and seq_len_kv as far as shapes and layout tell them, of a problem with faults too."""
+    axes = _Axes.read(specs, options, broken)
+    return axes.query.tokens, axes.key.tokens
 
-    The tensors are expected on the host, where they arrive; on a GPU this waits for the stream.
+
+def find_value_faults(
+    tensors: Mapping[str, Tensor], *, seq_len_q: int | None = None, seq_len_kv: int | None = None
+) -> list[Fault]:
+    """Faults in the numbers of lengths, offsets, slopes, sinks and wide biases.
+
+    A length that is None is not compared with. The tensors are expected on the host, where they arrive; on a GPU
+    this waits for the stream.
     """
     faults: list[Fault] = []
 
     def look(name: str, expected: str, is_wrong: Callable[[Tensor], Tensor]) -> None:
         tensor = tensors.get(name)
-        if tensor is None or tensor.ndim != 1:
-            # find_faults refuses another rank.
+        # find_faults refuses another rank and another kind of dtype.
+        if tensor is None or tensor.ndim != 1 or tensor.dtype == torch.bool:
             return
-        wrong = is_wrong(tensor)
-        if wrong.any():
-            places = wrong.nonzero()[:50, 0].tolist()
-            faults.extend(Fault(f"{name}.{place}", expected, str(tensor[place].item())) for place in places)
+        faults.extend(_faults_where(name, tensor, is_wrong(tensor), expected))
 
-    if dims is not None:
-        last, tokens = dims.seq_len_kv, dims.seq_len_q
-        look("key_lengths", f"a length of 0 to {last}, the tokens of key", lambda x: (x < 0) | (x > last))
-        look("query_lengths", f"a length of 0 to {tokens}, the tokens of query", lambda x: (x < 0) | (x > tokens))
+    for name, length, side in (("key_lengths", seq_len_kv, "key"), ("query_lengths", seq_len_q, "query")):
+        if length is not None:
+            expected = f"a length of 0 to {length}, the tokens of {side}"
+            look(name, expected, lambda x, last=length: (x < 0) | (x > last))  # type: ignore[misc]
     look(
         "query_offset",
         f"a position of -{MAX_OFFSET} to {MAX_OFFSET}",
         lambda x: (x.long() < -MAX_OFFSET) | (x.long() > MAX_OFFSET),
     )
-    query = tensors.get("query")
+    query, bias = tensors.get("query"), tensors.get("bias")
     arithmetic = torch.float32 if query is None else compute_dtype(query.dtype)
     finite = f"a number that is finite in {dtype_text(arithmetic)}"
     for name in ("alibi_slopes", "sinks"):
         look(name, finite, lambda x: ~torch.isfinite(x.to(arithmetic)))
+    if bias is not None and bias.dtype == torch.float64 != arithmetic:
+        # Rounded, such a number would be an infinity: it would block, and a finite number only shifts.
+        beyond = torch.isfinite(bias) & torch.isinf(bias.to(arithmetic))
+        faults += _faults_where("bias", bias, beyond, f"a number that {dtype_text(arithmetic)} can hold")
     return faults
+
+
+def _faults_where(name: str, tensor: Tensor, wrong: Tensor, expected: str) -> list[Fault]:
+    if not wrong.any():
+        return []
+    places = wrong.nonzero()[:MAX_FAULTS].tolist()
+    return [
+        Fault(".".join([name, *map(str, place)]), expected, number_text(tensor[tuple(place)].item()))
+        for place in places
+    ]
+
+
+def number_text(number: float) -> str:
+    """A number as callers write it: infinities and NaN by their words."""
+    if math.isnan(number):
+        return "NaN"
+    if math.isinf(number):
+        return "Infinity" if number > 0 else "-Infinity"
+    return repr(number)

@@ -7,31 +7,26 @@ import torch
 from attn_core.canonical import CanonicalProblem
 from attn_core.errors import Fault, InvalidProblem
 from attn_core.kernels.output import KernelOutput
-from attn_core.problem import OUTPUTS
+from attn_core.support import SUPPORTED_OUTPUTS, path_expectation, why_not_by_options
 
 __all__ = ["SUPPORTED_OUTPUTS", "KernelOutput", "choose_path", "logsumexp_by_operator", "why_not"]
-
-SUPPORTED_OUTPUTS: dict[str, frozenset[str]] = {
-    "fused": frozenset({"context", "logsumexp"}),
-    "manual": frozenset(OUTPUTS),
-}
 
 
 def why_not(path: str, problem: CanonicalProblem, *, device_type: str | None = None) -> str | None:
     """Why a kernel cannot serve a problem, in a few words; None when it can. Only metadata is looked at."""
-    missing = [name for name in problem.outputs if name not in SUPPORTED_OUTPUTS[path]]
-    if missing:
-        return f"{missing[0]} asked for"
-    return _why_not_fused(problem, device_type or problem.device.type) if path == "fused" else None
+    reason = why_not_by_options(
+        path,
+        problem.outputs,
+        softcap=problem.softcap is not None,
+        sinks=problem.sinks is not None,
+        alibi_slopes=problem.alibi_slopes is not None,
+    )
+    if reason is None and path == "fused":
+        return _why_not_fused(problem, device_type or problem.device.type)
+    return reason
 
 
 def _why_not_fused(problem: CanonicalProblem, device_type: str) -> str | None:
-    if problem.softcap is not None:
-        return "softcap given"
-    if problem.sinks is not None:
-        return "sinks given"
-    if problem.alibi_slopes is not None:
-        return "alibi_slopes given"
     on_cpu = device_type == "cpu"
     if on_cpu and problem.dims.head_dim != problem.dims.head_dim_v:
         return "head dims of query and value differ"
@@ -45,7 +40,14 @@ def _why_not_fused(problem: CanonicalProblem, device_type: str) -> str | None:
     half = problem.query.dtype != problem.compute_dtype
     if problem.bias is not None and half and problem.bias.dtype != problem.query.dtype:
         return "bias is wider than query"
+    if problem.outputs == ("logsumexp",) and not logsumexp_by_operator(problem, device_type=device_type):
+        return _where_logsumexp(problem, device_type)
     return None
+
+
+def _where_logsumexp(problem: CanonicalProblem, device_type: str) -> str:
+    where = "in half precision" if problem.query.dtype != problem.compute_dtype else f"on {device_type}"
+    return f"logsumexp asked for {where}"
 
 
 def logsumexp_by_operator(problem: CanonicalProblem, *, device_type: str | None = None) -> bool:
@@ -65,9 +67,7 @@ def choose_path(problem: CanonicalProblem, asked: str | None, *, device_type: st
     reason = why_not("fused" if asked is None else asked, problem, device_type=device_type)
     if asked is not None:
         if reason is not None:
-            others = [path for path in SUPPORTED_OUTPUTS if path != asked]
-            expected = f"{' or '.join(others)}, or nothing, since {reason}"
-            raise InvalidProblem([Fault("path", expected, asked)])
+            raise InvalidProblem([Fault("path", path_expectation(asked, reason), asked)])
         return asked, "asked for"
     if (
         reason is None
@@ -75,8 +75,7 @@ def choose_path(problem: CanonicalProblem, asked: str | None, *, device_type: st
         and not logsumexp_by_operator(problem, device_type=device_type)
     ):
         # The fused path would have to ask the manual kernel for it besides.
-        where = "in half precision" if problem.query.dtype != problem.compute_dtype else f"on {device_type}"
-        reason = f"logsumexp asked for {where}"
+        reason = _where_logsumexp(problem, device_type or problem.device.type)
     if reason is None:
         return "fused", "context and logsumexp only"
     return "manual", reason

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attn_core.canonical import CanonicalProblem
 from attn_core.kernels.output import KernelOutput
-from attn_core.numerics import EMPTY_CONTEXT, EMPTY_LOGSUMEXP
+from attn_core.numerics import EMPTY_CONTEXT, EMPTY_LOGSUMEXP, SIGNLESS_ZERO
 
 MASK_BLOCK_PAIRS = 2**24
 """A mask of more pairs is made for blocks of query rows, each answered by a call of its own."""
@@ -55,6 +55,8 @@ def attend(problem: CanonicalProblem) -> KernelOutput:
     wants_lse = "logsumexp" in problem.outputs
     if not needs_mask(problem):
         context, lse = _call(problem, query, key, value, None, is_causal=_is_causal(problem), wants_lse=wants_lse)
+        if _is_causal(problem):
+            context.add_(SIGNLESS_ZERO)
         return KernelOutput(outputs=_asked(problem, context, lse))
     contexts, lses, empties = [], [], []
     every, size = problem.all_rows(), mask_block_rows(problem)
@@ -70,6 +72,7 @@ def attend(problem: CanonicalProblem) -> KernelOutput:
         context, lse = _call(
             problem, query[:, :, start : start + rows.numel()], key, value, mask, is_causal=False, wants_lse=wants_lse
         )
+        context.add_(SIGNLESS_ZERO)
         contexts.append(context.masked_fill_(empty.unsqueeze(-1), EMPTY_CONTEXT))
         if lse is not None:
             lses.append(lse.masked_fill(empty, EMPTY_LOGSUMEXP))

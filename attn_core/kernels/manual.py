@@ -12,6 +12,7 @@ from attn_core.maths.context import weighted_context, weighted_context_of_allowe
 from attn_core.maths.masks import rows_of
 from attn_core.maths.scores import logits_from_scores, score_matrix
 from attn_core.maths.softmax import masked_softmax, row_entropy, row_logsumexp
+from attn_core.numerics import SIGNLESS_ZERO
 from attn_core.problem import SELECTABLE_BY_ROW, Dims
 
 WHOLE_PAIRS = 2**22
@@ -77,6 +78,8 @@ def attend(problem: CanonicalProblem, hazards: Hazards) -> KernelOutput:
                 if value_is_finite
                 else weighted_context_of_allowed(weights, value, allowed)
             ).to(storage)
+            if allowed is not None:
+                context = context + SIGNLESS_ZERO
             if nonfinite is not None:
                 nonfinite = nonfinite | ~torch.isfinite(context).all(dim=-1)
             gather.rows("context", context, at)

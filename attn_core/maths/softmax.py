@@ -47,4 +47,5 @@ def row_logsumexp(logits: Tensor, empty: Tensor | None = None, sinks: Tensor | N
 def row_entropy(weights: Tensor) -> Tensor:
     """-sum(w ln w) over the last axis, 0 ln 0 = 0, nats: ``[batch, num_heads, rows]``."""
     terms: Tensor = torch.special.entr(weights)
-    return terms.sum(dim=-1)
+    # Of a weight of 1 the term is -0.
+    return terms.sum(dim=-1) + 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,10 +11,10 @@ from torch import Tensor
 from attn_core.errors import Fault, InvalidProblem
 from attn_core.problem import TENSOR_NAMES, AttentionOptions, AttentionProblem, TensorSpec, WeightedSumProblem
 from attn_core.validate import (
-    dims_of,
     find_faults,
     find_value_faults,
     find_weighted_sum_faults,
+    known_lengths,
     spec_of,
 )
 from service.wire.options import EXPECTED, AttentionCallOptions, CallOptions, read_options, unknown_fault
@@ -25,7 +25,7 @@ Encoding = Literal["list", "base64"]
 
 WEIGHTED_SUM_NAMES: tuple[str, ...] = ("weights", "value")
 NUMBER_TENSORS = frozenset({"query", "key", "value", "bias", "alibi_slopes", "sinks", "weights"})
-VALUED_TENSORS = frozenset({"key_lengths", "query_lengths", "query_offset", "alibi_slopes", "sinks"})
+VALUED_TENSORS = frozenset({"bias", "key_lengths", "query_lengths", "query_offset", "alibi_slopes", "sinks"})
 """Tensors whose numbers are checked, not only their shapes."""
 MASK_TENSORS = frozenset({"allow_mask", "block_mask"})
 MAX_FAULTS = 50
@@ -96,7 +96,7 @@ def assemble(call: Call, parts: Parts, limits: ReadLimits, *, answer_is_json: bo
     else:
         structural = find_faults(specs, core, broken=broken)
         faults += structural
-        faults += _value_faults(parts, core, is_sound=not structural and not broken)
+        faults += _value_faults(parts, specs, core, broken)
     known = (*call.tensors, *call.option_names)
     faults += [unknown_fault(name, value, known) for name, value in parts.unknown.items()]
     faults += _idle_options(options, parts, limits, answer_is_json=answer_is_json)
@@ -110,19 +110,19 @@ def assemble(call: Call, parts: Parts, limits: ReadLimits, *, answer_is_json: bo
     return DecodedRequest(problem=problem, encoding=encoding, timeout_s=timeout_s)
 
 
-def _value_faults(parts: Parts, core: AttentionOptions, *, is_sound: bool) -> list[Fault]:
+def _value_faults(
+    parts: Parts, specs: Mapping[str, TensorSpec], core: AttentionOptions, broken: Container[str]
+) -> list[Fault]:
+    """Faults in the numbers, beside faults in the shapes too: whatever can be compared is compared."""
     if VALUED_TENSORS.isdisjoint(parts.tensors):
         return []
-    dims = dims_of(AttentionProblem(**parts.tensors, options=core)) if is_sound and not parts.faults else None
-    wrong_kind = {fault.field.split(".")[0] for fault in parts.faults}
-    tensors: Mapping[str, Tensor] = {
+    seq_len_q, seq_len_kv = known_lengths(specs, core, broken=broken)
+    tensors = {
         name: tensor
         for name, tensor in parts.tensors.items()
-        if name not in wrong_kind
-        and tensor.ndim == 1
-        and tensor.is_floating_point() == (name in ("alibi_slopes", "sinks"))
+        if name not in VALUED_TENSORS or tensor.is_floating_point() == (name in NUMBER_TENSORS)
     }
-    return find_value_faults(tensors, dims)
+    return find_value_faults(tensors, seq_len_q=seq_len_q, seq_len_kv=seq_len_kv)
 
 
 def _idle_options(options: CallOptions, parts: Parts, limits: ReadLimits, *, answer_is_json: bool) -> list[Fault]:

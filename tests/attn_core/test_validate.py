@@ -378,7 +378,7 @@ def test_number_out_of_range_is_refused_by_its_place(name: str, numbers: list[fl
         options = {"causal": "upper_left"}
     problem = make_problem(tensors={name: tensor}, **options)
     check_problem(problem)
-    faults = find_value_faults(problem.tensors(), dims_of(problem))
+    faults = find_value_faults(problem.tensors(), **lengths_of(problem))
     assert [fault.field for fault in faults] == places
     if places:
         with pytest.raises(InvalidProblem):
@@ -387,18 +387,32 @@ def test_number_out_of_range_is_refused_by_its_place(name: str, numbers: list[fl
         Engine().attend(problem)
 
 
+def lengths_of(problem: AttentionProblem) -> dict[str, int]:
+    dims = dims_of(problem)
+    return {"seq_len_q": dims.seq_len_q, "seq_len_kv": dims.seq_len_kv}
+
+
+def test_finite_bias_beyond_the_arithmetic_is_refused_by_its_place() -> None:
+    bias = torch.zeros(1, 1, 5, 7, dtype=F64)
+    bias[0, 0, 1, 2], bias[0, 0, 3, 0], bias[0, 0, 4, 4] = 1e300, -1e39, -torch.inf
+    problem = make_problem(seq_len_q=5, seq_len_kv=7, tensors={"bias": bias})
+    assert [f.field for f in find_value_faults(problem.tensors())] == ["bias.0.0.1.2", "bias.0.0.3.0"]
+    wide = make_problem(seq_len_q=5, seq_len_kv=7, dtype=F64, tensors={"bias": bias})
+    assert find_value_faults(wide.tensors()) == []
+
+
 @pytest.mark.parametrize("dtype", [I32, I64, F32, BOOL], ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 2), (0, 4)])
 def test_numbers_of_any_shape_are_looked_at_without_an_exception(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     names = ("key_lengths", "query_lengths", "query_offset", "alibi_slopes", "sinks")
     tensors = {name: torch.ones(shape, dtype=dtype) for name in names}
-    for dims in (None, dims_of(make_problem())):
-        assert find_value_faults(tensors, dims) == []
+    assert find_value_faults(tensors) == []
+    assert find_value_faults(tensors, seq_len_q=1, seq_len_kv=1) == []
 
 
 def test_faults_of_one_tensor_are_at_most_fifty() -> None:
     problem = make_problem(batch=60, tensors={"key_lengths": torch.full((60,), 99)})
-    assert len(find_value_faults(problem.tensors(), dims_of(problem))) == 50
+    assert len(find_value_faults(problem.tensors(), **lengths_of(problem))) == 50
 
 
 @pytest.mark.parametrize(
