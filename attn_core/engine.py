@@ -82,8 +82,8 @@ class Engine:
         if canonical.dims.num_pairs == 0:
             output = without_pairs(canonical)
         elif path == "fused":
-            output, note = _fused_beside_manual(canonical)
-            why += note
+            output, path, note = _fused_beside_manual(canonical, is_asked=problem.options.path is not None)
+            why = note if path == "manual" else why + note
         else:
             output = manual.attend(canonical, find_hazards(canonical))
         empty = output.empty if output.covers_all_rows else canonical.empty_rows()
@@ -146,36 +146,41 @@ def estimate(problem: Problem, *, device_type: str) -> Cost:
     return attention_cost(canonical, path)
 
 
-def _fused_beside_manual(problem: CanonicalProblem) -> tuple[KernelOutput, str]:
-    """The fused kernel, the manual one for what the fused one gets wrong, and what ``why`` says about that."""
+def _fused_beside_manual(problem: CanonicalProblem, *, is_asked: bool) -> tuple[KernelOutput, str, str]:
+    """The fused kernel, and the manual one for what the fused one gets wrong.
+
+    Gives the path that ran, too, and what is to be said of it: "manual" where no row is left for the fused kernel
+    and the caller did not insist.
+    """
     hazards = find_hazards(problem)
-    if "logsumexp" in problem.outputs and not logsumexp_by_operator(problem):
-        by_manual = manual.attend(replace(problem, outputs=("logsumexp",)), hazards)
-        note = "; logsumexp by the manual kernel"
-        if "context" not in problem.outputs:
-            return by_manual, note
-        by_fused, more = _isolated(replace(problem, outputs=("context",)), hazards)
-        outputs = by_fused.outputs | by_manual.outputs
-        return replace(by_fused, outputs={name: outputs[name] for name in problem.outputs}), note + more
-    return _isolated(problem, hazards)
+    if "logsumexp" not in problem.outputs or logsumexp_by_operator(problem):
+        return _isolated(problem, hazards, is_asked=is_asked)
+    by_manual = manual.attend(replace(problem, outputs=("logsumexp",)), hazards)
+    output, path, note = _isolated(replace(problem, outputs=("context",)), hazards, is_asked=is_asked)
+    outputs = output.outputs | by_manual.outputs
+    merged = replace(output, outputs={name: outputs[name] for name in problem.outputs})
+    return merged, path, "; logsumexp by the manual kernel" + note
 
 
-def _isolated(problem: CanonicalProblem, hazards: Hazards) -> tuple[KernelOutput, str]:
+def _isolated(problem: CanonicalProblem, hazards: Hazards, *, is_asked: bool) -> tuple[KernelOutput, str, str]:
     """The fused kernel on the numbers it answers right, the manual one for the rows that attend others."""
     if not hazards.any:
-        return fused.attend(problem), ""
+        return fused.attend(problem), "fused", ""
     clean, touched = isolate(problem, hazards)
+    count = _count(touched)
+    if count == touched.numel() and not is_asked:
+        return manual.attend(problem, hazards), "manual", "every row attends huge or non-finite numbers"
     output = fused.attend(clean)
-    if not touched.any():
-        return output, ""
+    if not count:
+        return output, "fused", ""
     exact = manual.attend(problem, hazards)
     merged = {
         name: torch.where(touched if name == "logsumexp" else touched.unsqueeze(-1), exact.outputs[name], tensor)
         for name, tensor in output.outputs.items()
     }
     nonfinite = None if exact.nonfinite is None else exact.nonfinite & touched
-    note = f"; {_count(touched)} rows that attend huge or non-finite numbers by the manual kernel"
-    return KernelOutput(outputs=merged, empty=output.empty, nonfinite=nonfinite), note
+    note = f"; {count} rows that attend huge or non-finite numbers by the manual kernel"
+    return KernelOutput(outputs=merged, empty=output.empty, nonfinite=nonfinite), "fused", note
 
 
 def _refuse_empty_rows(problem: CanonicalProblem) -> None:

@@ -24,6 +24,7 @@ from service import host as machine
 from service.admission import Admission
 from service.attend import Attend
 from service.batcher import Batcher
+from service.doors.http_protocol import HttpProtocol
 from service.doors.rest import Parts, RestLimits, build_app
 from service.lifecycle import Lifecycle
 from service.request_queue import RequestQueue
@@ -160,7 +161,7 @@ def make_server(app: ASGIApp, settings: Settings) -> uvicorn.Server:
     return _Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=HttpProtocol,
             ws="none",
             lifespan="off",
             access_log=False,

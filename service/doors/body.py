@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from urllib.parse import parse_qsl
 
 import numpy as np
 from starlette.types import Receive
 
 from attn_core.errors import Fault
 from attn_core.placement import ALIGNMENT_BYTES
+from attn_core.validate import MAX_FAULTS
 from service.admission import BytePermit
 from service.deadline import Deadline
 from service.doors.exchange import Exchange
@@ -43,6 +46,10 @@ def negotiate(headers: Mapping[str, str]) -> Negotiated:
     if request_form not in FORMS:
         fault = Fault("Content-Type", " or ".join(FORMS), headers.get("content-type") or "nothing")
         raise MediaTypeNotServed(f"the content type must be {fault.expected}", faults=[fault])
+    charset = re.search(r"charset\s*=\s*\"?([^\s;\"]+)", headers.get("content-type", ""), re.IGNORECASE)
+    if charset is not None and charset.group(1).lower() not in ("utf-8", "utf8"):
+        fault = Fault("Content-Type", "charset utf-8, which JSON has", charset.group(1))
+        raise MediaTypeNotServed(f"the charset must be {fault.expected}", faults=[fault])
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", "gzip", "x-gzip", ""):
         fault = Fault("Content-Encoding", "gzip or identity", encoding)
@@ -93,6 +100,13 @@ def _weighted(header: str) -> Sequence[tuple[str, float]]:
         if name:
             entries.append((name, quality))
     return entries
+
+
+def parameter_faults(query_string: bytes) -> list[Fault]:
+    """A fault for each parameter in the URL: options are members of the body, and nothing is ignored."""
+    names = [name for name, _ in parse_qsl(query_string.decode("latin-1"), keep_blank_values=True)]
+    expected = "no parameter in the URL; options stand in the body"
+    return [Fault(f"?{name[:100]}", expected, "one") for name in names[:MAX_FAULTS]]
 
 
 async def read_body(

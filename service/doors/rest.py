@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import zlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +16,15 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from attn_core.cost import Cost
+from attn_core.errors import Fault
 from attn_core.problem import OUTPUTS
-from attn_core.validate import PATHS, dtype_text
+from attn_core.support import PATHS
+from attn_core.validate import dtype_text
 from service.admission import Admission
 from service.attend import Attend
 from service.deadline import Deadline
 from service.doors import health, openapi
-from service.doors.body import Disconnected, Negotiated, negotiate, read_body
+from service.doors.body import Disconnected, Negotiated, negotiate, parameter_faults, read_body
 from service.doors.exchange import Exchange, ExchangeLayer
 from service.doors.problem_details import MEDIA_TYPE as PROBLEM_MEDIA_TYPE
 from service.doors.problem_details import describe
@@ -181,7 +183,7 @@ class _RestDoor:
                     forms=forms,
                 )
             with exchange.stage("parse"):
-                decoded = await self._decode(body, call, forms)
+                decoded = await self._decode(body, call, forms, parameter_faults(request.scope["query_string"]))
             if decoded.timeout_s is not None:
                 deadline = Deadline(exchange.began + decoded.timeout_s)
             answer = await parts.attend.attend(
@@ -192,13 +194,17 @@ class _RestDoor:
             with exchange.stage("encode"):
                 return await self._encode(answer, decoded, forms)
 
-    async def _decode(self, body: Buffer, call: Call, forms: Negotiated) -> DecodedRequest:
-        answer_is_json = forms.answer_form == json_format.MEDIA_TYPE
-        limits = self._parts.limits.read
-        if forms.request_form == safetensors_format.MEDIA_TYPE:
-            return safetensors_format.decode(body, call, limits, answer_is_json=answer_is_json)
-        read = functools.partial(json_format.decode, body, call, limits, answer_is_json=answer_is_json)
-        if len(body) < LONG_TEXT_BYTES:
+    async def _decode(self, body: Buffer, call: Call, forms: Negotiated, also: Sequence[Fault]) -> DecodedRequest:
+        is_json = forms.request_form == json_format.MEDIA_TYPE
+        read = functools.partial(
+            json_format.decode if is_json else safetensors_format.decode,
+            body,
+            call,
+            self._parts.limits.read,
+            answer_is_json=forms.answer_form == json_format.MEDIA_TYPE,
+            also=also,
+        )
+        if not is_json or len(body) < LONG_TEXT_BYTES:
             return read()
         return await asyncio.get_running_loop().run_in_executor(self._text_pool, read)
 
@@ -247,6 +253,7 @@ class _RestDoor:
                 "max_tensor_elements": limits.read.tensors.max_tensor_elements,
                 "max_axis": limits.read.tensors.max_axis,
                 "max_rank": MAX_RANK,
+                "max_header_bytes": safetensors_format.MAX_HEADER_BYTES,
             },
         }
 

@@ -6,7 +6,7 @@ import base64
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ from service.wire.tensors import (
     shape_faults,
     view_bytes,
 )
-from service.wire.text import ListFault, NestedList, read_object, short
+from service.wire.text import ListFault, NestedList, read_object, short, short_name
 
 MEDIA_TYPE = "application/json"
 SHORT_TEXT_BYTES = 64 * 1024
@@ -52,13 +52,15 @@ BASE64_PIECE_BYTES = 3 * 2**20
 _TENSOR_FORMS = 'nested lists, or an object with "dtype", "shape" and "data"'
 
 
-def decode(body: Buffer, call: Call, limits: ReadLimits, *, answer_is_json: bool = True) -> DecodedRequest:
-    """A JSON body as a checked problem.
+def decode(
+    body: Buffer, call: Call, limits: ReadLimits, *, answer_is_json: bool = True, also: Sequence[Fault] = ()
+) -> DecodedRequest:
+    """A JSON body as a checked problem. Faults found before it was read stand ``also`` in a refusal.
 
     Raises: Malformed when it is not JSON; InvalidProblem with every fault.
     """
     members, repeated = read_object(body, NUMBER_TENSORS)
-    parts = Parts(faults=list(repeated), broken={fault.field for fault in repeated})
+    parts = Parts(faults=[*also, *repeated], broken={fault.field.split(".")[0] for fault in repeated})
     dtype = members.get("dtype")
     list_dtype = DTYPES[dtype] if isinstance(dtype, str) and dtype in FLOAT_NAMES else torch.float32
     option_names = frozenset(call.option_names)
@@ -118,14 +120,15 @@ def _from_lists(
         faults += shape_faults(name, shape, limits)
         return None if faults else torch.from_numpy(flat).view(shape)
     except ListFault as fault:
-        field = f"{name}.{fault.path}" if fault.path else name
-        faults.append(Fault(field, fault.expected, fault.received))
+        for misfit in fault.misfits:
+            field = f"{name}.{misfit.field}" if misfit.field else name
+            faults.append(Fault(field, misfit.expected, misfit.received))
         return None
 
 
 def _from_object(name: str, value: dict[str, Any], limits: Limits, faults: list[Fault], parts: Parts) -> Tensor | None:
     faults += [
-        Fault(f"{name}.{member}", "dtype, shape and data alone", short(value[member]))
+        Fault(f"{name}.{short_name(member)}", "dtype, shape and data alone", short(value[member]))
         for member in value
         if member not in ("dtype", "shape", "data")
     ]

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from attn_core.errors import Fault
 from attn_core.problem import AttentionOptions
-from service.wire.text import short
+from service.wire.text import short, short_name
 
 OutputName = Literal["context", "weights", "scores", "logits", "logsumexp", "entropy", "top_weights", "weight_totals"]
 FloatName = Literal["float64", "float32", "float16", "bfloat16"]
@@ -167,13 +167,13 @@ def read_options(model: type[Model], raw: Mapping[str, Any]) -> tuple[Model, lis
 
 def unknown_fault(name: str, value: Any, known: Iterable[str]) -> Fault:
     """The fault of a field that no call has, with the one that may have been meant."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.63)
     expected = "a known field" + (f"; did you mean {close[0]}?" if close else "")
-    return Fault(name, expected, short(value))
+    return Fault(short_name(name), expected, short(value))
 
 
 def _fault(location: tuple[int | str, ...], kind: str, value: Any) -> Fault:
-    field = ".".join(str(part) for part in location)
+    field = ".".join(short_name(str(part)) for part in location)
     pattern = ".".join("*" if isinstance(part, int) else part for part in location)
     if kind == "extra_forbidden":
         return Fault(field, EXPECTED[str(location[0])], short(value))

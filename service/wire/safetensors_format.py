@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from attn_core.errors import Fault, InvalidProblem
 from service.errors import Malformed
-from service.wire.requests import Call, DecodedRequest, Parts, ReadLimits, assemble
+from service.wire.requests import MASK_TENSORS, Call, DecodedRequest, Parts, ReadLimits, assemble
 from service.wire.tensors import Buffer, Limits, bool_fault, bytes_of, shape_faults, view_bytes
-from service.wire.text import load_small, repeated_fault, short
+from service.wire.text import load_small, repeated_fault, short, short_name
 
 MEDIA_TYPE = "application/vnd.safetensors"
 MAX_HEADER_BYTES = 2**20
@@ -33,25 +33,34 @@ _CODE_OF = {dtype: code for code, dtype in CODES.items()}
 _FOREIGN_BITS = {"U8": 8, "I8": 8, "I16": 16, "U16": 16, "U32": 32, "U64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "C64": 64}
 
 
-def decode(body: Buffer, call: Call, limits: ReadLimits, *, answer_is_json: bool = False) -> DecodedRequest:
+def decode(
+    body: Buffer, call: Call, limits: ReadLimits, *, answer_is_json: bool = False, also: Sequence[Fault] = ()
+) -> DecodedRequest:
     """A safetensors body as a checked problem; the tensors are views of ``body`` where alignment allows.
+
+    Faults found before it was read stand ``also`` in a refusal.
 
     Raises: Malformed when bytes, offsets and sizes disagree; InvalidProblem with every fault.
     """
     header, data_start = _read_header(body)
-    parts = Parts()
+    parts = Parts(faults=list(also))
     metadata = header.pop("__metadata__", {})
     _read_metadata(metadata, call, parts)
     _check_layout(header, len(body) - data_start)
     for name, entry in header.items():
         if name not in call.tensors:
-            parts.unknown[name] = {"dtype": entry["dtype"], "shape": entry["shape"]}
+            if name in call.option_names:
+                expected = "an option: JSON text in the metadata entry options, not a tensor"
+                parts.faults.append(Fault(name, expected, f"a tensor {entry['dtype']} {short(entry['shape'])}"))
+            else:
+                parts.unknown[name] = {"dtype": entry["dtype"], "shape": entry["shape"]}
             continue
         _read_tensor(name, entry, body, data_start, limits.tensors, parts)
     return assemble(call, parts, limits, answer_is_json=answer_is_json)
 
 
 def _malformed(field: str, expected: str, received: str) -> Malformed:
+    field = short_name(field)
     return Malformed(f"{field or 'body'}: {expected}", faults=[Fault(field, expected, received)])
 
 
@@ -67,11 +76,13 @@ def _read_header(body: Buffer) -> tuple[dict[str, Any], int]:
         text = str(body[8 : 8 + length], "utf-8")
     except UnicodeDecodeError as error:
         raise _malformed("", "a header in UTF-8", str(error)) from None
+    if not text.startswith("{"):
+        raise _malformed("", "a header that begins with {", short(text[:8]))
     header, repeated = load_small(text)
-    if repeated:
-        raise _malformed(repeated[0], "each name once", "it more than once")
     if not isinstance(header, dict):
         raise _malformed("", "a header that is a JSON object", short(header))
+    if repeated:
+        raise InvalidProblem([repeated_fault(name) for name in repeated])
     return header, 8 + length
 
 
@@ -79,7 +90,7 @@ def _read_metadata(metadata: Any, call: Call, parts: Parts) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise _malformed("__metadata__", "an object of texts", short(metadata))
     parts.faults += [
-        Fault(f"__metadata__.{name}", "options or format alone", short(text))
+        Fault(f"__metadata__.{short_name(name)}", "options or format alone", short(text))
         for name, text in metadata.items()
         if name not in ("options", "format")
     ]
@@ -88,7 +99,8 @@ def _read_metadata(metadata: Any, call: Call, parts: Parts) -> None:
     try:
         options, repeated = load_small(metadata["options"])
     except Malformed as error:
-        raise _malformed("options", "JSON text", error.faults[0].received) from None
+        fault = error.faults[0]
+        raise _malformed("options", f"{fault.expected}, as text", fault.received) from None
     if not isinstance(options, dict):
         raise InvalidProblem([Fault("options", "one JSON object", short(options))])
     parts.faults += [repeated_fault(name) for name in repeated]
@@ -155,7 +167,10 @@ def _read_tensor(
     code, shape = entry["dtype"], entry["shape"]
     faults = shape_faults(name, shape, limits)
     if code not in CODES:
-        faults.append(Fault(name, "dtype " + ", ".join(CODES), code))
+        expected = (
+            "BOOL (a number to add is bias, 0 and 1 are not a mask)" if name in MASK_TENSORS else ", ".join(CODES)
+        )
+        faults.append(Fault(f"{name}.dtype", expected, short_name(code)))
     if name in parts.tensors or name in parts.broken:
         faults.append(Fault(name, "one of tensor and option", "both"))
     if not faults:

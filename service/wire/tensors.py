@@ -83,9 +83,13 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def decode_base64(text: str) -> bytes:
     """Standard alphabet, padded, nothing else. Raises: ValueError saying what is wrong."""
     try:
-        return binascii.a2b_base64(text, strict_mode=True)
+        data = binascii.a2b_base64(text, strict_mode=True)
     except (binascii.Error, ValueError) as error:
         raise ValueError(str(error)) from None
+    spare = len(data) % 3
+    if spare and binascii.b2a_base64(data[-spare:], newline=False).decode() != text[-4:]:
+        raise ValueError("bits behind the last byte that are not 0")
+    return data
 
 
 def round_numbers(numbers: NDArray[np.float64], dtype: torch.dtype, shape: Sequence[int]) -> Tensor:

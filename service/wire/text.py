@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import orjson
 from numpy.typing import NDArray
 
 from attn_core.errors import Fault, InvalidProblem
+from attn_core.validate import MAX_FAULTS
 from service.errors import Malformed
 from service.wire.tensors import Buffer
 
@@ -32,13 +34,15 @@ _BARE_WORD = re.compile(rb"[\[,:\s](?:NaN|[-+]?Infinity)\s*[\],}]")
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"(\s*:)?', re.DOTALL)
 _MAX_DEPTH = 8
 
+ReadRow = Callable[[list[Any], tuple[int, ...], list[Fault]], list[Any]]
+
 
 class ListFault(Exception):
-    """A nested list that is no tensor. ``path`` is dotted, below the tensor's name."""
+    """A nested list that is no tensor: each misfit with its dotted path below the tensor's name, at most fifty."""
 
-    def __init__(self, path: str, expected: str, received: str) -> None:
-        self.path, self.expected, self.received = path, expected, received
-        super().__init__(expected)
+    def __init__(self, misfits: list[Fault]) -> None:
+        self.misfits = misfits[:MAX_FAULTS]
+        super().__init__("; ".join(str(misfit) for misfit in self.misfits))
 
 
 class NestedList:
@@ -139,7 +143,7 @@ def _read_fast(body: Buffer, number_fields: frozenset[str]) -> dict[str, Any] | 
     if len(set(names)) != len(names):
         return None
     members: dict[str, Any] = {}
-    num_lists = 0
+    num_lists, num_objects = 0, 1
     try:
         for name in names:
             node = document[name]
@@ -157,15 +161,15 @@ def _read_fast(body: Buffer, number_fields: frozenset[str]) -> dict[str, Any] | 
                     return None
                 members[name] = member = node.as_dict()
                 num_lists += _count_lists(member)
-                if _count_names(member) != len(keys):
-                    # Objects inside objects: no field has them, and their names were not compared.
-                    return None
+                num_objects += 1
             else:
                 members[name] = node
     except (TypeError, ValueError, RuntimeError, KeyError, UnicodeDecodeError):
         return None
-    if np.count_nonzero(np.frombuffer(body, dtype=np.uint8) == ord("[")) != num_lists:
-        # A list where a number should be would have been flattened, or a string holds a bracket.
+    written = np.frombuffer(body, dtype=np.uint8)
+    if np.count_nonzero(written == ord("[")) != num_lists or np.count_nonzero(written == ord("{")) != num_objects:
+        # A list where a number should be would have been flattened, the names of an object in a list were not
+        # compared; or a string holds a bracket.
         return None
     return members
 
@@ -193,29 +197,51 @@ def _load(body: Buffer) -> Any:
 
 
 def load_small(text: Buffer | str) -> tuple[Any, list[str]]:
-    """A short JSON text by the standard library, and the names that an object in it repeats. Raises: Malformed."""
-    repeated: list[str] = []
+    """A short JSON text by the standard library, and the dotted paths of the names that an object in it repeats.
+
+    Raises: Malformed.
+    """
+    found = False
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal found
         members = dict(pairs)
-        if len(members) != len(pairs):
-            names = [name for name, _ in pairs]
-            repeated.extend(sorted({name for name in names if names.count(name) > 1}))
+        found = found or len(members) != len(pairs)
         return members
 
-    def refuse(word: str) -> Any:
-        raise Malformed(f"the word {word}", faults=[Fault("", f"JSON, in which {NAN_ADVICE}", word)])
-
+    plain = bytes(text) if isinstance(text, memoryview) else text
     try:
-        return json.loads(
-            bytes(text) if isinstance(text, memoryview) else text, object_pairs_hook=unique, parse_constant=refuse
-        ), repeated
+        document = json.loads(plain, object_pairs_hook=unique, parse_constant=_refuse_word)
+        return document, _repetitions(json.loads(plain, object_pairs_hook=_Pairs), "") if found else []
     except (ValueError, RecursionError) as error:
         raise Malformed(f"not JSON: {error}", faults=[Fault("", "JSON", str(error) or "too deep")]) from None
 
 
+class _Pairs(list[tuple[str, Any]]):
+    """The members of an object as they were written, repeated ones too."""
+
+
+def _refuse_word(word: str) -> Any:
+    raise Malformed(f"the word {word}", faults=[Fault("", f"JSON, in which {NAN_ADVICE}", word)])
+
+
+def _repetitions(node: Any, path: str) -> list[str]:
+    """The dotted path of every name that stands more than once in its object."""
+    found: list[str] = []
+    if isinstance(node, _Pairs):
+        counts = Counter(name for name, _ in node)
+        found += [f"{path}{name}" for name, count in counts.items() if count > 1]
+        for name, child in node:
+            found += _repetitions(child, f"{path}{name}.")
+    elif isinstance(node, list) and any(isinstance(child, list) for child in node):
+        # _Pairs are lists too; lists of numbers are passed over.
+        for index, child in enumerate(node):
+            found += _repetitions(child, f"{path}{index}.")
+    return found[:MAX_FAULTS]
+
+
 def repeated_fault(name: str) -> Fault:
-    return Fault(name, "each name once", "it more than once")
+    return Fault(short_name(name), "each name once", "it more than once")
 
 
 def _repeated_names(body: Buffer, document: Any) -> list[Fault]:
@@ -245,8 +271,8 @@ def _count_lists(node: Any) -> int:
     return 0
 
 
-def _flat_of(items: list[Any], read_row: Any, dtype: Any) -> tuple[NDArray[Any], tuple[int, ...]]:
-    """Nested lists as one flat array, every row compared with the first. Raises: ListFault at the first misfit."""
+def _flat_of(items: list[Any], read_row: ReadRow, dtype: Any) -> tuple[NDArray[Any], tuple[int, ...]]:
+    """Nested lists as one flat array, every row compared with the first. Raises: ListFault with every misfit."""
     shape: list[int] = []
     level: Any = items
     while isinstance(level, list):
@@ -254,67 +280,90 @@ def _flat_of(items: list[Any], read_row: Any, dtype: Any) -> tuple[NDArray[Any],
         if not level:
             path = ".".join("0" for _ in shape[:-1])
             expected = 'a list with something in it; a shape with a 0 is said as {"dtype", "shape", "data"}'
-            raise ListFault(path, expected, "[]")
+            raise ListFault([Fault(path, expected, "[]")])
         if len(shape) > _MAX_DEPTH:
-            raise ListFault("", "at most 4 axes", f"more than {_MAX_DEPTH}")
+            raise ListFault([Fault("", "at most 4 axes", f"more than {_MAX_DEPTH}")])
         level = level[0]
     flat = np.empty(math.prod(shape), dtype=dtype)
     start = 0
-    for place, row in _rows(items, shape, ()):
-        flat[start : start + len(row)] = read_row(row, place)
-        start += len(row)
+    misfits: list[Fault] = []
+    for place, row in _rows(items, shape, (), misfits):
+        numbers = read_row(row, place, misfits)
+        if len(misfits) >= MAX_FAULTS:
+            break
+        if not misfits:
+            flat[start : start + len(numbers)] = numbers
+            start += len(numbers)
+    if misfits:
+        raise ListFault(misfits)
     return flat, tuple(shape)
 
 
-def _rows(node: Any, shape: list[int], path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], list[Any]]]:
+def _rows(
+    node: Any, shape: list[int], path: tuple[int, ...], misfits: list[Fault]
+) -> Iterator[tuple[tuple[int, ...], list[Any]]]:
     depth = len(path)
     if not isinstance(node, list):
-        raise ListFault(_dotted(path), f"a list of {shape[depth]}", short(node))
-    if len(node) != shape[depth]:
-        text = f"{shape[depth]} entries, as {_dotted((0,) * depth) or 'the first list'} has"
-        raise ListFault(_dotted(path), text, f"{len(node)} entries")
-    if depth + 1 == len(shape):
+        misfits.append(Fault(_dotted(path), f"a list of {shape[depth]}", short(node)))
+    elif len(node) != shape[depth]:
+        expected = f"{shape[depth]} entries, as {_dotted((0,) * depth) or 'the first list'} has"
+        misfits.append(Fault(_dotted(path), expected, f"{len(node)} entries"))
+    elif depth + 1 == len(shape):
         yield path, node
-        return
-    for index, child in enumerate(node):
-        yield from _rows(child, shape, (*path, index))
+    else:
+        for index, child in enumerate(node):
+            yield from _rows(child, shape, (*path, index), misfits)
 
 
-def _number_row(row: list[Any], path: tuple[int, ...]) -> list[float]:
-    if set(map(type, row)) <= {int, float}:
-        for index, number in enumerate(row):
-            if number in (math.inf, -math.inf):
-                raise ListFault(_dotted((*path, index)), "a number that float64 can hold", "one beyond it")
+def _number_row(row: list[Any], path: tuple[int, ...], misfits: list[Fault]) -> list[float]:
+    if set(map(type, row)) <= {int, float} and math.inf not in row and -math.inf not in row:
         return row
     numbers = []
     for index, item in enumerate(row):
+        number = math.nan
         if isinstance(item, int | float) and not isinstance(item, bool):
-            numbers.append(float(item))
+            number = float(item)
+            if math.isinf(number):
+                misfits.append(Fault(_dotted((*path, index)), "a number that float64 can hold", "one beyond it"))
         elif isinstance(item, str) and item in _SPECIAL:
-            numbers.append(_SPECIAL[item])
+            number = _SPECIAL[item]
         else:
             expected = 'a number, "NaN", "Infinity" or "-Infinity"'
-            raise ListFault(_dotted((*path, index)), expected, short(item))
+            misfits.append(Fault(_dotted((*path, index)), expected, short(item)))
+        numbers.append(number)
     return numbers
 
 
-def _bool_row(row: list[Any], path: tuple[int, ...]) -> list[bool]:
-    for index, item in enumerate(row):
-        if not isinstance(item, bool):
-            expected = "true or false (a number to add is bias, 0 and 1 are not a mask)"
-            raise ListFault(_dotted((*path, index)), expected, short(item))
+def _bool_row(row: list[Any], path: tuple[int, ...], misfits: list[Fault]) -> list[bool]:
+    if set(map(type, row)) != {bool}:
+        expected = "true or false (a number to add is bias, 0 and 1 are not a mask)"
+        _name_misfits(row, path, misfits, lambda item: isinstance(item, bool), expected)
     return row
 
 
-def _whole_row(row: list[Any], path: tuple[int, ...]) -> list[int]:
-    for index, item in enumerate(row):
-        if not isinstance(item, int) or isinstance(item, bool) or not -(2**63) <= item < 2**63:
-            raise ListFault(_dotted((*path, index)), "a whole number that int64 can hold", short(item))
+def _whole_row(row: list[Any], path: tuple[int, ...], misfits: list[Fault]) -> list[int]:
+    def fits(item: Any) -> bool:
+        return type(item) is int and -(2**63) <= item < 2**63
+
+    _name_misfits(row, path, misfits, fits, "a whole number that int64 can hold")
     return row
+
+
+def _name_misfits(
+    row: list[Any], path: tuple[int, ...], misfits: list[Fault], fits: Callable[[Any], bool], expected: str
+) -> None:
+    for index, item in enumerate(row):
+        if not fits(item):
+            misfits.append(Fault(_dotted((*path, index)), expected, short(item)))
 
 
 def _dotted(path: tuple[int, ...]) -> str:
     return ".".join(str(index) for index in path)
+
+
+def short_name(name: str, limit: int = 100) -> str:
+    """A caller's name for a thing, cut where it gets long."""
+    return name if len(name) <= limit else name[:limit] + "…"
 
 
 def short(value: Any, limit: int = 80) -> str:

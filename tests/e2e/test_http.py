@@ -260,8 +260,22 @@ def test_a_body_without_length_is_read_and_pipelined_requests_are_answered_in_or
 def test_a_length_that_can_be_read_in_two_ways_is_refused(server: RunningServer, head: bytes) -> None:
     request = b"POST /v1/attention HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
     received = raw_exchange(server, request + head + b"\r\n0\r\n\r\nGET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert received.startswith(b"HTTP/1.1 4")
+    assert received.startswith(b"HTTP/1.1 400 ")
     assert b"200 OK" not in received
+    head, _, content = received.partition(b"\r\n\r\n")
+    assert b"application/problem+json" in head and b"x-request-id: " in head
+    assert json.loads(content)["type"] == "/errors/malformed"
+
+
+def test_what_is_not_http_is_refused_too(server: RunningServer) -> None:
+    received = raw_exchange(server, b"HELLO\r\n\r\n")
+    assert received.startswith(b"HTTP/1.1 400 ") and b"application/problem+json" in received
+
+
+def test_parameters_of_the_url_are_refused_beside_other_faults(client: httpx.Client) -> None:
+    answer = client.post("/v1/attention?scale=5", json=PLAIN | {"is_casual": True})
+    assert answer.status_code == 422
+    assert [fault["field"] for fault in answer.json()["errors"]] == ["?scale", "is_casual"]
 
 
 def test_expect_100_continue_is_answered(server: RunningServer) -> None:
@@ -306,7 +320,7 @@ def test_metrics_count_what_happened(client: httpx.Client) -> None:
     client.post("/v1/attention", json=PLAIN | {"query": [["NaN", 1]]})
     client.post("/v1/attention", json={})
     grown = {name: value(name) - before[name] for name in names}
-    assert list(grown.values())[:5] == [3, 1, 2, 1, 3]
+    assert list(grown.values())[:5] == [3, 1, 1, 2, 3]
     assert grown["attn_computed_flops_total"] == 3 * 2 * 2 * (2 + 2)
     assert grown["attn_received_bytes_total"] > 200
     assert grown["attn_sent_bytes_total"] > 200

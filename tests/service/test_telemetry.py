@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from attn_core.validate import PATHS
+from attn_core.support import PATHS
 from service.errors import REFUSAL_REASONS
 from service.failures import FAILURES, INTERNAL
 from service.telemetry import OTHER_ROUTE, STAGES, JsonFormatter, Metrics, TextFormatter, set_up_logging

@@ -11,7 +11,7 @@ import pytest
 
 from service.admission import Admission
 from service.deadline import Deadline
-from service.doors.body import Disconnected, Negotiated, negotiate, read_body
+from service.doors.body import Disconnected, Negotiated, negotiate, parameter_faults, read_body
 from service.doors.exchange import Exchange
 from service.errors import (
     BodyTooLarge,
@@ -45,6 +45,17 @@ def test_other_content_types_are_refused(content_type: str | None) -> None:
     with pytest.raises(MediaTypeNotServed) as caught:
         negotiate(headers)
     assert caught.value.faults[0].field == "Content-Type"
+
+
+@pytest.mark.parametrize("charset", ["latin-1", '"UTF-16"'])
+def test_other_charsets_are_refused(charset: str) -> None:
+    with pytest.raises(MediaTypeNotServed):
+        negotiate({"content-type": f"application/json; charset={charset}"})
+
+
+def test_parameters_of_the_url_are_refused_by_their_names() -> None:
+    assert parameter_faults(b"") == []
+    assert [fault.field for fault in parameter_faults(b"scale=5&foo&a%20b=")] == ["?scale", "?foo", "?a b"]
 
 
 @pytest.mark.parametrize("encoding", ["br", "deflate", "gzip, gzip", "zstd"])

@@ -159,6 +159,7 @@ OBJECT = {"dtype": "float32", "shape": [1, 2], "data": "AAAAAAAAgD8="}
         ({"data": "AAAA*AAAgD8="}, "query.data"),
         ({"data": "AAAAAAAAgD-_"}, "query.data"),
         ({"data": "AAAA AAAAgD8="}, "query.data"),
+        ({"data": "AAAAAAAAgD9="}, "query.data"),
         ({"data": 1}, "query.data"),
         ({"extra": 1}, "query.extra"),
     ],

@@ -54,6 +54,7 @@ def test_faults_of_every_kind_come_at_once() -> None:
         "query.1",
         "value",
         "allow_mask.0.0",
+        "allow_mask.0.1",
         "causal",
         "scale",
         "window.left",
@@ -63,6 +64,24 @@ def test_faults_of_every_kind_come_at_once() -> None:
         "timeout_ms",
         "tau",
     ]
+
+
+def test_a_fault_in_a_shape_hides_none_in_the_numbers_nor_in_the_path() -> None:
+    square = {"query": [[1.0, 2.0]], "key": [[1.0]], "value": [[1.0]]}
+    assert list(faults_of(square | {"key_lengths": [9], "scale": "x"})) == ["key", "key_lengths.0", "scale"]
+    assert list(faults_of(square | {"path": "fused", "outputs": ["weights"]})) == ["key", "path"]
+    assert list(faults_of(SQUARE | {"query_lengths": [9], "alibi_slopes": [1, "NaN"]})) == [
+        "query_lengths.0",
+        "alibi_slopes",
+        "alibi_slopes.1",
+    ]
+    bias = {"dtype": "float64", "shape": [1], "data": "WfOFGGCcf34="}
+    assert list(faults_of(SQUARE | {"bias": bias, "foo": 1})) == ["bias.0", "foo"]
+
+
+def test_long_names_are_cut() -> None:
+    (name,) = faults_of(SQUARE | {"x" * 5000: 1})
+    assert len(name) == 101
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,19 @@ def test_a_list_that_is_no_tensor_is_refused_at_its_place(road: str, body: bytes
     members, _ = read_object(body, FIELDS)
     with pytest.raises(ListFault) as caught:
         members["query"].numbers()
-    assert caught.value.path == path
+    assert [misfit.field for misfit in caught.value.misfits] == [path]
+
+
+def test_every_misfit_of_a_list_is_named_up_to_fifty(road: str) -> None:
+    members, _ = read_object(b'{"query": [[1, true], [null, "x"], [2], 3], "bias": [[1], [2]]}', FIELDS)
+    with pytest.raises(ListFault) as caught:
+        members["query"].numbers()
+    assert [misfit.field for misfit in caught.value.misfits] == ["0.1", "1.0", "1.1", "2", "3"]
+    assert members["bias"].numbers()[1] == (2, 1)
+    members, _ = read_object(json.dumps({"query": [[None] * 30] * 30}).encode(), FIELDS)
+    with pytest.raises(ListFault) as caught:
+        members["query"].numbers()
+    assert len(caught.value.misfits) == 50
 
 
 @pytest.mark.parametrize(
@@ -122,10 +134,11 @@ def test_json_that_is_no_object_is_invalid(road: str, body: bytes) -> None:
     [
         (b'{"query": [1], "query": [1]}', "query"),
         (b'{"scale": 1, "query": [1], "scale": 2}', "scale"),
-        (b'{"window": {"left": 1, "left": 2}}', "left"),
-        (b'{"query": {"dtype": "float32", "shape": [1], "data": "", "data": ""}}', "data"),
+        (b'{"window": {"left": 1, "left": 2}}', "window.left"),
+        (b'{"query": {"dtype": "float32", "shape": [1], "data": "", "data": ""}}', "query.data"),
         (b'{"a\\"b": 1, "a\\"b": 2}', 'a"b'),
-        (b'{"x": {"y": {"z": 1, "z": 2}}}', "z"),
+        (b'{"x": {"y": {"z": 1, "z": 2}}}', "x.y.z"),
+        (b'{"x": [[1], [{"z": 1, "z": 2}]]}', "x.1.0.z"),
     ],
 )
 def test_a_repeated_name_is_found(road: str, body: bytes, name: str) -> None:
@@ -149,13 +162,13 @@ nested = st.recursive(
 @given(nested.filter(lambda node: isinstance(node, list)))
 def test_any_nesting_is_read_alike_or_refused_alike_on_both_roads(node: Any) -> None:
     body = json.dumps({"query": node}).encode()
-    outcomes = []
+    outcomes: list[object] = []
     for members in (read_object(body, FIELDS)[0], text._read_slowly(body)[0]):
         try:
             flat, shape = members["query"].numbers()
             outcomes.append((flat.tolist(), shape))
         except ListFault as fault:
-            outcomes.append((fault.path, fault.expected))
+            outcomes.append(fault.misfits)
     assert outcomes[0] == outcomes[1]
 
 
