@@ -214,3 +214,23 @@ def test_weighted_sum_lets_nan_through_a_weight_of_zero() -> None:
 def test_check_problem_passes_what_the_engine_answers() -> None:
     for problem in assorted():
         check_problem(problem)
+
+
+def test_path_is_the_one_that_ran() -> None:
+    nan = torch.full((1, 2, 3, 4), torch.nan)
+    mixed = torch.zeros(1, 2, 3, 4)
+    mixed[0, 0, 0] = torch.nan
+    by_default = [
+        (make_problem(batch=1, num_heads=2, seq_len_q=3, seq_len_kv=3, head_dim=4, tensors={"query": query}), path)
+        for query, path in ((nan, "manual"), (mixed, "fused"))
+    ]
+    for problem, path in by_default:
+        result = Engine().attend(problem)
+        assert result.path == path
+        assert "non-finite" in result.why
+    half = make_problem(dtype=torch.float16, outputs=("context", "logsumexp"))
+    assert Engine().attend(half).path == "manual"
+    asked = Engine().attend(make_problem(dtype=torch.float16, outputs=("context", "logsumexp"), path="fused"))
+    assert asked.path == "fused" and "logsumexp by the manual kernel" in asked.why
+    with pytest.raises(InvalidProblem, match="half precision"):
+        Engine().attend(make_problem(dtype=torch.float16, outputs=("logsumexp",), path="fused"))
