@@ -220,12 +220,9 @@ def test_path_is_the_one_that_ran() -> None:
     nan = torch.full((1, 2, 3, 4), torch.nan)
     mixed = torch.zeros(1, 2, 3, 4)
     mixed[0, 0, 0] = torch.nan
-    by_default = [
-        (make_problem(batch=1, num_heads=2, seq_len_q=3, seq_len_kv=3, head_dim=4, tensors={"query": query}), path)
-        for query, path in ((nan, "manual"), (mixed, "fused"))
-    ]
-    for problem, path in by_default:
-        result = Engine().attend(problem)
+    plain = make_problem(batch=1, num_heads=2, seq_len_q=3, seq_len_kv=3, head_dim=4)
+    for query, path in ((nan, "manual"), (mixed, "fused")):
+        result = Engine().attend(with_tensors(plain, query=query))
         assert result.path == path
         assert "non-finite" in result.why
     half = make_problem(dtype=torch.float16, outputs=("context", "logsumexp"))
