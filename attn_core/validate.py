@@ -424,7 +424,7 @@ def _is_finite_in(number: float, dtype: torch.dtype) -> bool:
 def _check_outputs(options: AttentionOptions, axes: _Axes, broken: Container[str], faults: list[Fault]) -> None:
     if not options.outputs:
         faults.append(Fault("outputs", "at least one name", "[]"))
-    for index, name in enumerate(options.outputs):
+    for index, name in enumerate(options.outputs[: 2 * len(OUTPUTS)]):
         if name not in OUTPUTS:
             faults.append(Fault(f"outputs.{index}", names_text(OUTPUTS), str(name)))
         elif name in options.outputs[:index]:
@@ -466,7 +466,10 @@ def _check_selected(
         ordered = [output for output in OUTPUTS if output in selectable]
         faults.append(Fault(name, f"an asked output that has {word}s: {names_text(ordered)}", "none"))
     seen: set[int] = set()
+    limit = len(faults) + MAX_FAULTS
     for place, index in enumerate(indices):
+        if len(faults) >= limit:
+            break
         if index in seen:
             faults.append(Fault(f"{name}.{place}", f"each {word} once", str(index)))
         elif index < 0 or (size is not None and index >= size):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
-
 from attn_core.errors import Fault, InvalidProblem, TooLarge
+from attn_core.validate import MAX_FAULTS
 from service.errors import MethodNotServed, Overloaded, ServiceError, Unavailable
 from service.failures import INTERNAL, Failure, failure_of
-from service.wire.requests import MAX_FAULTS
 
 MEDIA_TYPE = "application/problem+json"
 _MAX_NAMES = 10
@@ -43,7 +42,8 @@ def describe(error: BaseException, request_id: str) -> tuple[Failure, bytes, Map
         headers["allow"] = error.allow
     if failure is INTERNAL:
         log.error("unexpected", exc_info=error, extra={"fields": {"request_id": request_id}})
-    return failure, orjson.dumps(body), headers
+    # The standard library: a count of bytes may be beyond 64 bits, and a refusal must not fail.
+    return failure, json.dumps(body, separators=(",", ":")).encode(), headers
 
 
 def _detail(error: BaseException, failure: Failure, faults: tuple[Fault, ...], request_id: str) -> str:
@@ -52,5 +52,6 @@ def _detail(error: BaseException, failure: Failure, faults: tuple[Fault, ...], r
     if isinstance(error, InvalidProblem):
         names = list(dict.fromkeys(fault.field or "body" for fault in faults))
         listed = ", ".join(names[:_MAX_NAMES]) + (" and more" if len(names) > _MAX_NAMES else "")
-        return f"{len(faults)} fault{'' if len(faults) == 1 else 's'}: {listed}"
+        count = len(faults) if len(faults) < MAX_FAULTS else f"at least {MAX_FAULTS}"
+        return f"{count} fault{'' if count == 1 else 's'}: {listed}"
     return str(error)

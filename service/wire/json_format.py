@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attn_core.errors import Fault
+from attn_core.errors import Fault, InvalidProblem
 from attn_core.problem import TensorSpec
-from attn_core.validate import dtype_text, names_text, shape_text
+from attn_core.validate import MAX_FAULTS, dtype_text, names_text, shape_text
 from service.wire.requests import (
     MASK_TENSORS,
     NUMBER_TENSORS,
@@ -59,7 +60,22 @@ def decode(
 
     Raises: Malformed when it is not JSON; InvalidProblem with every fault.
     """
-    members, repeated = read_object(body, NUMBER_TENSORS)
+    try:
+        members, repeated = read_object(body, NUMBER_TENSORS, frozenset((*call.tensors, *call.option_names)))
+        return _decode_members(members, repeated, call, limits, answer_is_json=answer_is_json, also=also)
+    except RecursionError:
+        raise InvalidProblem([Fault("", "lists and objects a few levels deep", "hundreds of levels")]) from None
+
+
+def _decode_members(
+    members: dict[str, Any],
+    repeated: Sequence[Fault],
+    call: Call,
+    limits: ReadLimits,
+    *,
+    answer_is_json: bool,
+    also: Sequence[Fault],
+) -> DecodedRequest:
     parts = Parts(faults=[*also, *repeated], broken={fault.field.split(".")[0] for fault in repeated})
     dtype = members.get("dtype")
     list_dtype = DTYPES[dtype] if isinstance(dtype, str) and dtype in FLOAT_NAMES else torch.float32
@@ -127,10 +143,10 @@ def _from_lists(
 
 
 def _from_object(name: str, value: dict[str, Any], limits: Limits, faults: list[Fault], parts: Parts) -> Tensor | None:
+    strangers = (member for member in value if member not in ("dtype", "shape", "data"))
     faults += [
         Fault(f"{name}.{short_name(member)}", "dtype, shape and data alone", short(value[member]))
-        for member in value
-        if member not in ("dtype", "shape", "data")
+        for member in itertools.islice(strangers, MAX_FAULTS)
     ]
     dtype_name, shape, data = value.get("dtype"), value.get("shape"), value.get("data")
     if not isinstance(dtype_name, str) or dtype_name not in DTYPES:

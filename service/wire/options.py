@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -11,7 +12,11 @@ from pydantic_core import PydanticCustomError
 
 from attn_core.errors import Fault
 from attn_core.problem import AttentionOptions
+from attn_core.validate import MAX_FAULTS
 from service.wire.text import short, short_name
+
+MAX_MEMBERS = 8
+"""More members than any option that is an object has."""
 
 OutputName = Literal["context", "weights", "scores", "logits", "logsumexp", "entropy", "top_weights", "weight_totals"]
 FloatName = Literal["float64", "float32", "float16", "bfloat16"]
@@ -152,9 +157,19 @@ def read_options(model: type[Model], raw: Mapping[str, Any]) -> tuple[Model, lis
     faults: list[Fault] = []
     broken: set[str] = set()
     for name in ("window", "select"):
-        if given.get(name) == {}:
+        value = given.get(name)
+        if isinstance(value, dict) and not 0 < len(value) <= MAX_MEMBERS:
             faults.append(Fault(name, EXPECTED[name], short(raw[name])))
             broken.add(name)
+    select = given.get("select")
+    lists = {"outputs": given.get("outputs")}
+    if isinstance(select, dict):
+        lists |= {f"select.{name}": select.get(name) for name in ("heads", "rows")}
+    for name, value in lists.items():
+        found = _list_faults(name, value)
+        if found:
+            faults += found
+            broken.add(name.split(".")[0])
     readable = {name: value for name, value in given.items() if name not in broken}
     try:
         return model.model_validate(readable), faults, broken
@@ -165,9 +180,29 @@ def read_options(model: type[Model], raw: Mapping[str, Any]) -> tuple[Model, lis
     return model.model_validate({k: v for k, v in readable.items() if k not in broken}), faults, broken
 
 
+def _list_faults(name: str, value: Any) -> list[Fault]:
+    """Faults of a list option found here, where they are counted: Pydantic would keep each of a million of them."""
+    if not isinstance(value, list):
+        return []
+    if name == "outputs":
+        names = get_args(OutputName)
+        if len(value) > len(names):
+            return [Fault(name, EXPECTED[name], f"{len(value)} of them")]
+        return [
+            Fault(f"{name}.{place}", EXPECTED["outputs.*"], short(item))
+            for place, item in enumerate(value)
+            if not isinstance(item, str) or item not in names
+        ]
+    wrong = ((place, item) for place, item in enumerate(value) if type(item) is not int)
+    return [
+        Fault(f"{name}.{place}", EXPECTED[f"{name}.*"], short(item))
+        for place, item in itertools.islice(wrong, MAX_FAULTS)
+    ]
+
+
 def unknown_fault(name: str, value: Any, known: Iterable[str]) -> Fault:
     """The fault of a field that no call has, with the one that may have been meant."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.63)
+    close = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.63)
     expected = "a known field" + (f"; did you mean {close[0]}?" if close else "")
     return Fault(short_name(name), expected, short(value))
 

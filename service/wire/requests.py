@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from torch import Tensor
 from attn_core.errors import Fault, InvalidProblem
 from attn_core.problem import TENSOR_NAMES, AttentionOptions, AttentionProblem, TensorSpec, WeightedSumProblem
 from attn_core.validate import (
+    MAX_FAULTS,
     find_faults,
     find_value_faults,
     find_weighted_sum_faults,
@@ -28,7 +30,6 @@ NUMBER_TENSORS = frozenset({"query", "key", "value", "bias", "alibi_slopes", "si
 VALUED_TENSORS = frozenset({"bias", "key_lengths", "query_lengths", "query_offset", "alibi_slopes", "sinks"})
 """Tensors whose numbers are checked, not only their shapes."""
 MASK_TENSORS = frozenset({"allow_mask", "block_mask"})
-MAX_FAULTS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,8 @@ def assemble(call: Call, parts: Parts, limits: ReadLimits, *, answer_is_json: bo
         faults += structural
         faults += _value_faults(parts, specs, core, broken)
     known = (*call.tensors, *call.option_names)
-    faults += [unknown_fault(name, value, known) for name, value in parts.unknown.items()]
+    strangers = itertools.islice(parts.unknown.items(), MAX_FAULTS)
+    faults += [unknown_fault(name, value, known) for name, value in strangers]
     faults += _idle_options(options, parts, limits, answer_is_json=answer_is_json)
     if faults:
         raise InvalidProblem(_in_order(faults, known))

@@ -40,14 +40,23 @@ class Limits:
 
 def shape_faults(name: str, shape: Sequence[int], limits: Limits) -> list[Fault]:
     """What is wrong with a declared shape by itself. Nothing is allocated for it."""
-    received = shape_text(shape)
     if len(shape) > MAX_RANK:
+        received = shape_text(shape) if len(shape) <= 2 * MAX_RANK else f"{len(shape)} axes"
         return [Fault(name, f"at most {MAX_RANK} axes", received)]
+    received = short_shape(shape)
     if any(axis < 0 or axis > limits.max_axis for axis in shape):
         return [Fault(name, f"axes of 0 to {limits.max_axis}", received)]
-    if math.prod(shape) > limits.max_tensor_elements:
-        return [Fault(name, f"at most {limits.max_tensor_elements} elements", received)]
+    # An axis of 0 must not hide what the others multiply to: strides are made of them.
+    if math.prod(max(1, axis) for axis in shape) > limits.max_tensor_elements:
+        expected = f"at most {limits.max_tensor_elements} elements, an axis of 0 taken as 1"
+        return [Fault(name, expected, received)]
     return []
+
+
+def short_shape(shape: Sequence[int]) -> str:
+    """A shape as text, cut where an axis has more digits than any number that fits."""
+    text = shape_text(shape)
+    return text if len(text) <= 120 else text[:120] + "…"
 
 
 def view_bytes(data: Buffer, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> Tensor:

@@ -33,6 +33,9 @@ _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _BARE_WORD = re.compile(rb"[\[,:\s](?:NaN|[-+]?Infinity)\s*[\],}]")
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"(\s*:)?', re.DOTALL)
 _MAX_DEPTH = 8
+MAX_LISTS = 2**20
+"""Rows of tensors are walked one by one; so many take about a second, which is more than text is worth."""
+SIMDJSON_MAX_COUNT = 2**24 - 2
 
 ReadRow = Callable[[list[Any], tuple[int, ...], list[Fault]], list[Any]]
 
@@ -116,22 +119,31 @@ class _SimdList(NestedList):
         return self._flat
 
 
-def read_object(body: Buffer, number_fields: frozenset[str]) -> tuple[dict[str, Any], list[Fault]]:
+def read_object(
+    body: Buffer, number_fields: frozenset[str], other_fields: frozenset[str]
+) -> tuple[dict[str, Any], list[Fault]]:
     """The members of the one object that a body must be, nested lists as ``NestedList``, and the repeated names.
 
-    ``number_fields`` are the members that are read as numbers when they are lists. Raises: Malformed,
-    InvalidProblem where it is no object; a ListFault is raised later, by reading the list.
+    ``number_fields`` are the members that are read as numbers when they are lists, ``other_fields`` those that may
+    be lists or objects besides. Raises: Malformed, InvalidProblem where it is no object or has more lists than are
+    worth walking; a ListFault is raised later, by reading the list.
     """
     if bytes(body[:3]) == b"\xef\xbb\xbf":
         raise Malformed("a byte order mark", faults=[Fault("", "JSON in UTF-8 without a byte order mark", "one")])
-    if simdjson is not None:
-        fast = _read_fast(body, number_fields)
+    written = np.frombuffer(body, dtype=np.uint8)
+    num_lists = int(np.count_nonzero(written == ord("[")))
+    if num_lists > MAX_LISTS:
+        expected = f"at most {MAX_LISTS} lists in one body; base64 and safetensors have no such limit"
+        raise InvalidProblem([Fault("", expected, str(num_lists))])
+    # Where an array may have 2^24 elements pysimdjson miscounts it, and writes past the list that it makes of it.
+    if simdjson is not None and np.count_nonzero(written == ord(",")) < SIMDJSON_MAX_COUNT:
+        fast = _read_fast(body, number_fields, other_fields)
         if fast is not None:
             return fast, []
     return _read_slowly(body)
 
 
-def _read_fast(body: Buffer, number_fields: frozenset[str]) -> dict[str, Any] | None:
+def _read_fast(body: Buffer, number_fields: frozenset[str], other_fields: frozenset[str]) -> dict[str, Any] | None:
     """The members by pysimdjson; None where the other road must decide."""
     try:
         document = simdjson.Parser().parse(body)
@@ -147,6 +159,10 @@ def _read_fast(body: Buffer, number_fields: frozenset[str]) -> dict[str, Any] | 
     try:
         for name in names:
             node = document[name]
+            is_known = name in number_fields or name in other_fields
+            if not is_known and isinstance(node, simdjson.Array | simdjson.Object):
+                # Nobody will read it, and only the other road can count what is in it.
+                return None
             if isinstance(node, simdjson.Array):
                 members[name] = read = _SimdList(node)
                 if name in number_fields:
@@ -211,10 +227,19 @@ def load_small(text: Buffer | str) -> tuple[Any, list[str]]:
 
     plain = bytes(text) if isinstance(text, memoryview) else text
     try:
-        document = json.loads(plain, object_pairs_hook=unique, parse_constant=_refuse_word)
-        return document, _repetitions(json.loads(plain, object_pairs_hook=_Pairs), "") if found else []
+        document = json.loads(
+            plain, object_pairs_hook=unique, parse_constant=_refuse_word, parse_int=_whole_or_infinite
+        )
+        return document, _repetitions(
+            json.loads(plain, object_pairs_hook=_Pairs, parse_int=_whole_or_infinite), ""
+        ) if found else []
     except (ValueError, RecursionError) as error:
         raise Malformed(f"not JSON: {error}", faults=[Fault("", "JSON", str(error) or "too deep")]) from None
+
+
+def _whole_or_infinite(digits: str) -> int | float:
+    # Python refuses to convert more digits than this; as a number it is beyond float64 anyway.
+    return int(digits) if len(digits) < 4000 else float(digits)
 
 
 class _Pairs(list[tuple[str, Any]]):

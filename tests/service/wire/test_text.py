@@ -18,6 +18,7 @@ from service.wire.text import ListFault, NestedList, read_object
 
 HAS_SIMDJSON = importlib.util.find_spec("simdjson") is not None
 FIELDS = frozenset({"query", "bias"})
+OTHERS = frozenset({"m", "n", "bad", "half", "window", "causal"})
 
 
 @pytest.fixture(params=["simdjson", "orjson"])
@@ -31,7 +32,7 @@ def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def numbers_of(body: bytes) -> tuple[list[float], tuple[int, ...]]:
-    members, repeated = read_object(body, FIELDS)
+    members, repeated = read_object(body, FIELDS, OTHERS)
     assert not repeated
     node = members["query"]
     assert isinstance(node, NestedList)
@@ -84,19 +85,19 @@ def test_nan_and_infinities_are_strings(road: str) -> None:
     ],
 )
 def test_a_list_that_is_no_tensor_is_refused_at_its_place(road: str, body: bytes, path: str) -> None:
-    members, _ = read_object(body, FIELDS)
+    members, _ = read_object(body, FIELDS, OTHERS)
     with pytest.raises(ListFault) as caught:
         members["query"].numbers()
     assert [misfit.field for misfit in caught.value.misfits] == [path]
 
 
 def test_every_misfit_of_a_list_is_named_up_to_fifty(road: str) -> None:
-    members, _ = read_object(b'{"query": [[1, true], [null, "x"], [2], 3], "bias": [[1], [2]]}', FIELDS)
+    members, _ = read_object(b'{"query": [[1, true], [null, "x"], [2], 3], "bias": [[1], [2]]}', FIELDS, OTHERS)
     with pytest.raises(ListFault) as caught:
         members["query"].numbers()
     assert [misfit.field for misfit in caught.value.misfits] == ["0.1", "1.0", "1.1", "2", "3"]
     assert members["bias"].numbers()[1] == (2, 1)
-    members, _ = read_object(json.dumps({"query": [[None] * 30] * 30}).encode(), FIELDS)
+    members, _ = read_object(json.dumps({"query": [[None] * 30] * 30}).encode(), FIELDS, OTHERS)
     with pytest.raises(ListFault) as caught:
         members["query"].numbers()
     assert len(caught.value.misfits) == 50
@@ -108,25 +109,25 @@ def test_every_misfit_of_a_list_is_named_up_to_fifty(road: str) -> None:
 )
 def test_what_is_not_json_is_malformed(road: str, body: bytes) -> None:
     with pytest.raises(Malformed):
-        read_object(body, FIELDS)
+        read_object(body, FIELDS, OTHERS)
 
 
 def test_a_byte_order_mark_is_malformed(road: str) -> None:
     with pytest.raises(Malformed, match="byte order mark"):
-        read_object(b'\xef\xbb\xbf{"query": [1]}', FIELDS)
+        read_object(b'\xef\xbb\xbf{"query": [1]}', FIELDS, OTHERS)
 
 
 @pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity"])
 def test_bare_words_are_malformed_with_the_advice(road: str, word: str) -> None:
     with pytest.raises(Malformed) as caught:
-        read_object(f'{{"query": [1, {word}]}}'.encode(), FIELDS)
+        read_object(f'{{"query": [1, {word}]}}'.encode(), FIELDS, OTHERS)
     assert '"NaN"' in caught.value.faults[0].expected
 
 
 @pytest.mark.parametrize("body", [b"[1]", b"1", b'"x"', b"null", b"true"])
 def test_json_that_is_no_object_is_invalid(road: str, body: bytes) -> None:
     with pytest.raises(InvalidProblem):
-        read_object(body, FIELDS)
+        read_object(body, FIELDS, OTHERS)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_json_that_is_no_object_is_invalid(road: str, body: bytes) -> None:
     ],
 )
 def test_a_repeated_name_is_found(road: str, body: bytes, name: str) -> None:
-    _, repeated = read_object(body, FIELDS)
+    _, repeated = read_object(body, FIELDS, OTHERS)
     assert [fault.field for fault in repeated] == [name]
 
 
@@ -163,7 +164,7 @@ nested = st.recursive(
 def test_any_nesting_is_read_alike_or_refused_alike_on_both_roads(node: Any) -> None:
     body = json.dumps({"query": node}).encode()
     outcomes: list[object] = []
-    for members in (read_object(body, FIELDS)[0], text._read_slowly(body)[0]):
+    for members in (read_object(body, FIELDS, OTHERS)[0], text._read_slowly(body)[0]):
         try:
             flat, shape = members["query"].numbers()
             outcomes.append((flat.tolist(), shape))
@@ -176,13 +177,15 @@ def test_long_lists_take_the_fast_road() -> None:
     if not HAS_SIMDJSON:
         pytest.skip("no pysimdjson for this Python")
     body = json.dumps({"query": np.arange(600.0).reshape(2, 3, 100).tolist(), "causal": True}).encode()
-    members = text._read_fast(body, FIELDS)
+    members = text._read_fast(body, FIELDS, OTHERS)
     assert members is not None
     assert members["query"].numbers()[1] == (2, 3, 100)
 
 
 def test_booleans_and_whole_numbers_are_nothing_else(road: str) -> None:
-    members, _ = read_object(b'{"m": [[true, false]], "n": [1, 2], "bad": [[true, 1]], "half": [1, 2.0]}', FIELDS)
+    members, _ = read_object(
+        b'{"m": [[true, false]], "n": [1, 2], "bad": [[true, 1]], "half": [1, 2.0]}', FIELDS, OTHERS
+    )
     assert members["m"].booleans()[0].tolist() == [True, False]
     assert members["n"].whole_numbers()[0].tolist() == [1, 2]
     for name, read in (("bad", "booleans"), ("n", "booleans"), ("half", "whole_numbers"), ("m", "whole_numbers")):
