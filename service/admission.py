@@ -53,7 +53,7 @@ class Admission:
 
 
 class BytePermit:
-    """The bytes of one request's body that may be held."""
+    """The bytes that one request holds: its body, what reading text takes, its answer until that is sent."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
@@ -65,6 +65,11 @@ class BytePermit:
         others = inside - self.held_bytes
         if others and inside + more_bytes > self._admission.max_body_bytes_inside:
             raise Overloaded(f"{inside} bytes of bodies are inside already", reason="bytes")
+        self._admission.body_bytes_inside += more_bytes
+        self.held_bytes += more_bytes
+
+    def count(self, more_bytes: int) -> None:
+        """Count what is held without asking, since the work is done: others are refused while it is there."""
         self._admission.body_bytes_inside += more_bytes
         self.held_bytes += more_bytes
 

@@ -24,7 +24,7 @@ from service import host as machine
 from service.admission import Admission
 from service.attend import Attend
 from service.batcher import Batcher
-from service.doors.http_protocol import HttpProtocol
+from service.doors.http_protocol import http_protocol
 from service.doors.rest import Parts, RestLimits, build_app
 from service.lifecycle import Lifecycle
 from service.request_queue import RequestQueue
@@ -145,6 +145,8 @@ def compose(settings: Settings, device: torch.device, *, make_engine: Callable[[
                     max_timeout_s=settings.max_timeout_s,
                 ),
                 max_body_bytes=settings.max_body_bytes,
+                max_json_bytes=settings.max_json_bytes,
+                write_timeout_s=settings.write_timeout_s,
                 default_timeout_s=settings.request_timeout_s,
                 max_queue_requests=settings.max_queue_requests,
                 memory_bytes=allowed_bytes,
@@ -161,7 +163,7 @@ def make_server(app: ASGIApp, settings: Settings) -> uvicorn.Server:
     return _Server(
         uvicorn.Config(
             app,
-            http=HttpProtocol,
+            http=http_protocol(head_timeout_s=settings.head_timeout_s),
             ws="none",
             lifespan="off",
             access_log=False,

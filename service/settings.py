@@ -45,8 +45,11 @@ class Settings(BaseSettings):
         None, ge=1, le=1024, description="threads of one large problem on CPU; unset: as many as there are cores"
     )
     max_body_bytes: int = Field(512 * 2**20, ge=1024, description="largest body, as sent and inflated")
+    max_json_bytes: int = Field(
+        64 * 2**20, ge=1024, description="largest JSON body: reading text holds up everybody else, safetensors does not"
+    )
     max_body_bytes_inside: int = Field(
-        2 * 2**30, ge=1024, description="bodies of all requests inside together; one alone is always let in"
+        2 * 2**30, ge=1024, description="bodies and answers inside together; one request alone is always let in"
     )
     max_requests_inside: int = Field(1024, ge=1, description="requests inside: read, waiting, computed or answered")
     max_queue_requests: int = Field(256, ge=1, description="problems that may wait for the engine")
@@ -57,6 +60,10 @@ class Settings(BaseSettings):
     )
     request_timeout_s: float = Field(60.0, gt=0, le=86400, description="deadline of a request that names none")
     max_timeout_s: float = Field(600.0, gt=0, le=86400, description="longest deadline a request may ask for")
+    head_timeout_s: float = Field(10.0, gt=0, le=86400, description="how long the head of a request may take")
+    write_timeout_s: float = Field(
+        60.0, gt=0, le=86400, description="how long a client may take to read a mebibyte of its answer"
+    )
     keep_alive_s: float = Field(75.0, gt=0, le=86400, description="how long an idle connection is kept")
     drain_notice_s: float = Field(
         0.5, ge=0, le=3600, description="after SIGTERM the port stays open at least this long, answering 503"
@@ -93,10 +100,11 @@ def read_settings(environment: Mapping[str, str] | None = None, **overrides: Any
             is_link = _KUBERNETES.fullmatch(name) or text.startswith(_LINK)
             advice = _LINKS_ADVICE if is_link else "`attn serve --help` lists the settings"
             reasons.append(f"{name} is not a setting; {advice}")
-    values |= {name: value for name, value in overrides.items() if value is not None}
     settings: Settings | None = None
     try:
+        # What the command line hides is looked at all the same.
         settings = _Given(**values)
+        settings = _Given(**values | {name: value for name, value in overrides.items() if value is not None})
     except ValidationError as error:
         for wrong in error.errors(include_url=False, include_context=False):
             if not wrong["loc"]:

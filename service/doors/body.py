@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
@@ -38,6 +38,15 @@ class Negotiated:
     answer_form: str
     body_is_gzipped: bool
     accepts_gzip: bool
+
+
+def joined_headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Headers by lower-case name; one that is sent in several lines is one list, as HTTP has it."""
+    joined: dict[str, str] = {}
+    for name, value in raw:
+        key, text = name.decode("latin-1"), value.decode("latin-1")
+        joined[key] = f"{joined[key]}, {text}" if key in joined else text
+    return joined
 
 
 def negotiate(headers: Mapping[str, str]) -> Negotiated:

@@ -12,7 +12,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -23,6 +23,8 @@ from service.telemetry import OTHER_ROUTE, STAGES, Metrics
 log = logging.getLogger("attn.request")
 
 _GOOD_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+ABORT_EXTENSION = "attn.abort"
+"""The ASGI extension that ends a connection at once, whatever is still to be sent."""
 LINGER_S = 2.0
 LINGER_BYTES = 8 * 2**20
 SMALL_REST_BYTES = 64 * 1024
@@ -60,8 +62,10 @@ class Exchange:
         finally:
             self.stages[name] = time.monotonic() - began
 
-    def server_timing(self) -> bytes:
-        return ", ".join(f"{name};dur={self.stages.get(name, 0.0) * 1e3:.3f}" for name in STAGES).encode()
+
+def server_timing(stages: Mapping[str, float]) -> bytes:
+    """The header: every stage in milliseconds, 0 for those that were not reached."""
+    return ", ".join(f"{name};dur={stages.get(name, 0.0) * 1e3:.3f}" for name in STAGES).encode()
 
 
 class ExchangeLayer:
@@ -88,7 +92,7 @@ class ExchangeLayer:
                 exchange.status = message["status"]
                 extra = [
                     (b"x-request-id", exchange.request_id.encode()),
-                    (b"server-timing", exchange.server_timing()),
+                    (b"server-timing", server_timing(exchange.stages)),
                 ]
                 if exchange.must_close or self._lifecycle.state in (State.DRAINING, State.STOPPED):
                     extra.append((b"connection", b"close"))
@@ -117,6 +121,12 @@ class ExchangeLayer:
             await send_measured({"type": "http.response.body", "body": body})
         finally:
             self._record(scope, exchange)
+
+    def count_unreadable(self, outcome: str, sent_bytes: int) -> None:
+        """Count a request that never became one: it could not be read as HTTP."""
+        self._metrics.requests.labels(OTHER_ROUTE, outcome).inc()
+        self._metrics.bytes_out.inc(sent_bytes)
+        log.info("not HTTP", extra={"fields": {"route": OTHER_ROUTE, "outcome": outcome}})
 
     def _record(self, scope: Scope, exchange: Exchange) -> None:
         metrics, path = self._metrics, scope["path"]

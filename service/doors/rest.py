@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -20,12 +21,12 @@ from attn_core.errors import Fault
 from attn_core.problem import OUTPUTS
 from attn_core.support import PATHS
 from attn_core.validate import dtype_text
-from service.admission import Admission
+from service.admission import Admission, BytePermit
 from service.attend import Attend
 from service.deadline import Deadline
 from service.doors import health, openapi
-from service.doors.body import Disconnected, Negotiated, negotiate, parameter_faults, read_body
-from service.doors.exchange import Exchange, ExchangeLayer
+from service.doors.body import Disconnected, Negotiated, joined_headers, negotiate, parameter_faults, read_body
+from service.doors.exchange import ABORT_EXTENSION, Exchange, ExchangeLayer
 from service.doors.problem_details import MEDIA_TYPE as PROBLEM_MEDIA_TYPE
 from service.doors.problem_details import describe
 from service.errors import REFUSAL_REASONS, MethodNotServed, NotFound, Overloaded, Unavailable
@@ -36,13 +37,21 @@ from service.wire import json_format, safetensors_format
 from service.wire.requests import ATTENTION, WEIGHTED_SUM, Call, DecodedRequest, ReadLimits
 from service.wire.tensors import FLOAT_NAMES, MAX_RANK, Buffer
 
-LONG_TEXT_BYTES = 256 * 1024
+LONG_TEXT_BYTES = 32 * 1024
 """Text of this length is read and written off the event loop."""
+TEXT_FACTOR = 4
+"""What reading JSON takes besides its body, as a multiple of it."""
+SHORT_ANSWER_BYTES = 64 * 1024
+SLICE_BYTES = 2**20
+"""A longer answer leaves in slices, each of which its reader must take within the time for writing."""
 GZIP_FROM_BYTES = 1024
 GZIP_LEVEL = 1
 GZIP_SAMPLE_BYTES = 8 * 1024
 GZIP_WORTH = 0.8
 """An answer is gzipped when a sample of it shrinks to this share or less; most float32 numbers do not."""
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +60,8 @@ class RestLimits:
 
     read: ReadLimits
     max_body_bytes: int
+    max_json_bytes: int
+    write_timeout_s: float
     default_timeout_s: float
     max_queue_requests: int
     memory_bytes: Callable[[], int]
@@ -70,22 +81,59 @@ class Parts:
 
 
 class PiecesResponse(Response):
-    """An answer sent piece by piece, none of them joined or copied."""
+    """An answer sent piece by piece, none of them joined or copied.
 
-    def __init__(self, pieces: list[bytes | memoryview], media_type: str, headers: Mapping[str, str]) -> None:
+    ``held`` is given up when the last byte has left for the socket, or when the reader takes too long: an answer
+    that waits for its reader is still inside.
+    """
+
+    def __init__(
+        self,
+        pieces: list[bytes | memoryview],
+        media_type: str,
+        headers: Mapping[str, str],
+        *,
+        held: contextlib.ExitStack,
+        write_timeout_s: float,
+    ) -> None:
         self.pieces = pieces
         self.status_code = 200
         self.background = None
         self.media_type = media_type
         self.body = b""
-        length = sum(len(piece) for piece in pieces)
-        self.init_headers({**headers, "content-length": str(length), "content-type": media_type})
+        self.size = sum(len(piece) for piece in pieces)
+        self._held = held
+        self._write_timeout_s = write_timeout_s
+        self.init_headers({**headers, "content-length": str(self.size), "content-type": media_type})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._held:
+            try:
+                await self._send(send)
+            except TimeoutError:
+                exchange: Exchange = scope["attn.exchange"]
+                exchange.outcome = "not_read"
+                # To close would wait for the reader once more.
+                abort = scope.get("extensions", {}).get(ABORT_EXTENSION)
+                if abort is not None:
+                    abort()
+
+    async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        last = len(self.pieces) - 1
-        for index, piece in enumerate(self.pieces):
-            await send({"type": "http.response.body", "body": piece, "more_body": index < last})
+        if self.size <= SHORT_ANSWER_BYTES:
+            last = len(self.pieces) - 1
+            for index, piece in enumerate(self.pieces):
+                await send({"type": "http.response.body", "body": piece, "more_body": index < last})
+            return
+        for piece in self.pieces:
+            for start in range(0, len(piece), SLICE_BYTES):
+                async with asyncio.timeout(self._write_timeout_s):
+                    await send(
+                        {"type": "http.response.body", "body": piece[start : start + SLICE_BYTES], "more_body": True}
+                    )
+        async with asyncio.timeout(self._write_timeout_s):
+            # Waits until what was written before has left.
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def build_app(parts: Parts) -> ASGIApp:
@@ -168,9 +216,12 @@ class _RestDoor:
         return endpoint
 
     async def _serve(self, request: Request, call: Call) -> Response:
-        parts, exchange, headers = self._parts, exchange_of(request), request.headers
+        parts, exchange, headers = self._parts, exchange_of(request), joined_headers(request.scope["headers"])
         deadline = Deadline(exchange.began + parts.limits.default_timeout_s)
-        with parts.lifecycle.work(), parts.admission.request() as permit, parts.metrics.in_flight.track_inprogress():
+        with contextlib.ExitStack() as inside:
+            inside.enter_context(parts.lifecycle.work())
+            permit = inside.enter_context(parts.admission.request())
+            inside.enter_context(parts.metrics.in_flight.track_inprogress())
             forms = negotiate(headers)
             with exchange.stage("read"):
                 body = await read_body(
@@ -179,11 +230,12 @@ class _RestDoor:
                     exchange=exchange,
                     permit=permit,
                     deadline=deadline,
-                    max_bytes=parts.limits.max_body_bytes,
+                    max_bytes=self._max_bytes(forms),
                     forms=forms,
                 )
             with exchange.stage("parse"):
-                decoded = await self._decode(body, call, forms, parameter_faults(request.scope["query_string"]))
+                also = parameter_faults(request.scope["query_string"])
+                decoded = await self._decode(body, call, forms, also, permit, deadline)
             if decoded.timeout_s is not None:
                 deadline = Deadline(exchange.began + decoded.timeout_s)
             answer = await parts.attend.attend(
@@ -192,9 +244,31 @@ class _RestDoor:
             exchange.stages |= {"queue": answer.queue_s, "compute": answer.compute_s}
             self._count(answer)
             with exchange.stage("encode"):
-                return await self._encode(answer, decoded, forms)
+                pieces, more_headers = await self._encode(answer, decoded, forms, deadline)
+            response = PiecesResponse(
+                pieces,
+                forms.answer_form,
+                more_headers,
+                held=inside.pop_all(),
+                write_timeout_s=parts.limits.write_timeout_s,
+            )
+            permit.count(response.size)
+            return response
 
-    async def _decode(self, body: Buffer, call: Call, forms: Negotiated, also: Sequence[Fault]) -> DecodedRequest:
+    def _max_bytes(self, forms: Negotiated) -> int:
+        limits = self._parts.limits
+        is_json = forms.request_form == json_format.MEDIA_TYPE
+        return min(limits.max_json_bytes, limits.max_body_bytes) if is_json else limits.max_body_bytes
+
+    async def _decode(
+        self,
+        body: Buffer,
+        call: Call,
+        forms: Negotiated,
+        also: Sequence[Fault],
+        permit: BytePermit,
+        deadline: Deadline,
+    ) -> DecodedRequest:
         is_json = forms.request_form == json_format.MEDIA_TYPE
         read = functools.partial(
             json_format.decode if is_json else safetensors_format.decode,
@@ -206,10 +280,13 @@ class _RestDoor:
         )
         if not is_json or len(body) < LONG_TEXT_BYTES:
             return read()
-        return await asyncio.get_running_loop().run_in_executor(self._text_pool, read)
+        permit.hold(TEXT_FACTOR * len(body))
+        return await self._off_loop(read, deadline)
 
-    async def _encode(self, answer: Answer, decoded: DecodedRequest, forms: Negotiated) -> Response:
-        loop = asyncio.get_running_loop()
+    async def _encode(
+        self, answer: Answer, decoded: DecodedRequest, forms: Negotiated, deadline: Deadline
+    ) -> tuple[list[bytes | memoryview], dict[str, str]]:
+        """The answer's pieces and the headers that go with them."""
         outputs, info = answer.result.outputs, info_of(answer)
         pieces: list[bytes | memoryview]
         if forms.answer_form == safetensors_format.MEDIA_TYPE:
@@ -217,14 +294,19 @@ class _RestDoor:
         else:
             write = functools.partial(json_format.encode, outputs, info, decoded.encoding)
             size = sum(tensor.nbytes for tensor in outputs.values())
-            pieces = write() if size < LONG_TEXT_BYTES else await loop.run_in_executor(self._text_pool, write)
+            pieces = write() if size < LONG_TEXT_BYTES else await self._off_loop(write, deadline)
         headers = {"vary": "Accept, Accept-Encoding"}
         if forms.accepts_gzip and _is_worth_gzip(pieces):
             size = sum(len(piece) for piece in pieces)
             squeeze = functools.partial(_gzip, pieces)
-            pieces = [squeeze() if size < LONG_TEXT_BYTES else await loop.run_in_executor(self._text_pool, squeeze)]
+            pieces = [squeeze() if size < LONG_TEXT_BYTES else await self._off_loop(squeeze, deadline)]
             headers["content-encoding"] = "gzip"
-        return PiecesResponse(pieces, forms.answer_form, headers)
+        return pieces, headers
+
+    async def _off_loop(self, work: Callable[[], T], deadline: Deadline) -> T:
+        """Run in the text threads what would hold up the event loop. Raises: DeadlinePassed; the work ends alone."""
+        future = asyncio.get_running_loop().run_in_executor(self._text_pool, work)
+        return await deadline.wait_for(future)
 
     def _count(self, answer: Answer) -> None:
         metrics, result = self._parts.metrics, answer.result
@@ -246,6 +328,7 @@ class _RestDoor:
             "paths": list(PATHS),
             "limits": {
                 "max_body_bytes": limits.max_body_bytes,
+                "max_json_bytes": min(limits.max_json_bytes, limits.max_body_bytes),
                 "memory_bytes": limits.memory_bytes(),
                 "max_queue_requests": limits.max_queue_requests,
                 "default_timeout_ms": limits.default_timeout_s * 1e3,

@@ -44,7 +44,11 @@ def test_the_command_line_wins_and_leaves_what_it_does_not_say() -> None:
     environment = {"ATTN_PORT": "9000", "ATTN_HOST": "10.0.0.1"}
     settings = read_settings(environment, port=9001, host=None)
     assert (settings.port, settings.host) == (9001, "10.0.0.1")
-    assert read_settings({"ATTN_PORT": "tcp://10.0.0.1:8000"}, port=9001).port == 9001
+
+
+def test_a_malformed_variable_stops_the_start_though_the_command_line_hides_it() -> None:
+    with pytest.raises(SettingsError, match="enableServiceLinks: false"):
+        read_settings({"ATTN_PORT": "tcp://10.0.0.1:8000"}, port=9001)
 
 
 def test_a_wrong_command_line_is_named_as_its_variable() -> None:
