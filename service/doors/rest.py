@@ -29,7 +29,7 @@ from service.doors.body import Disconnected, Negotiated, joined_headers, negotia
 from service.doors.exchange import ABORT_EXTENSION, Exchange, ExchangeLayer
 from service.doors.problem_details import MEDIA_TYPE as PROBLEM_MEDIA_TYPE
 from service.doors.problem_details import describe
-from service.errors import REFUSAL_REASONS, MethodNotServed, NotFound, Overloaded, Unavailable
+from service.errors import REFUSAL_REASONS, Draining, MethodNotServed, NotFound, Overloaded, Unavailable
 from service.lifecycle import Lifecycle
 from service.request_queue import Answer
 from service.telemetry import Metrics
@@ -107,16 +107,16 @@ class PiecesResponse(Response):
         self.init_headers({**headers, "content-length": str(self.size), "content-type": media_type})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._held:
-            try:
+        try:
+            with self._held:
                 await self._send(send)
-            except TimeoutError:
-                exchange: Exchange = scope["attn.exchange"]
-                exchange.outcome = "not_read"
-                # To close would wait for the reader once more.
-                abort = scope.get("extensions", {}).get(ABORT_EXTENSION)
-                if abort is not None:
-                    abort()
+        except (TimeoutError, Draining):
+            exchange: Exchange = scope["attn.exchange"]
+            exchange.outcome = "not_read"
+            # To close would wait for the reader once more.
+            abort = scope.get("extensions", {}).get(ABORT_EXTENSION)
+            if abort is not None:
+                abort()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
