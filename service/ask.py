@@ -80,8 +80,10 @@ def show(tensors: dict[str, Tensor], info: dict[str, Any], console: Console) -> 
         # Text, not str: rich would take a row such as [nan, 1.0] for a style and drop it.
         console.print(Text.assemble((name, "bold"), f" {dtype} {list(tensor.shape)}"), soft_wrap=True)
         if tensor.numel():
-            numbers = str(tensor).removeprefix("tensor(").split(", dtype=")[0].rstrip(")")
-            console.print(Text(numbers), soft_wrap=True)
+            numbers = str(tensor).split(", dtype=")[0].rstrip(")")
+            # torch indents every line by the word that it begins with.
+            lines = [line[len("tensor(") :] for line in numbers.splitlines()]
+            console.print(Text("\n".join(lines)), soft_wrap=True)
     table = Table(show_header=False, box=None)
     for name, value in info.items():
         table.add_row(name, Text(str(value)))

@@ -24,7 +24,7 @@ app = typer.Typer(
     help="attn, the attention service: attention and nothing else.",
 )
 _SETTINGS_HELP = "Every setting is also a variable, and the command line wins:\n\n" + "\n\n".join(
-    f"[bold]{name}[/bold] {escape(meaning)} ({escape('[' + default + ']')})"
+    f"[bold]{name}[/bold] {escape(meaning)} [dim](default {escape(default)})[/dim]"
     for name, default, meaning in describe_settings()
 )
 BAD_SETTINGS, BAD_START = 2, 1

@@ -54,14 +54,6 @@ def until_draining(server: RunningServer) -> None:
         assert server.process.poll() is None
 
 
-def until_refused(server: RunningServer) -> None:
-    while True:
-        try:
-            httpx.get(f"{server.url}/livez")
-        except httpx.TransportError:
-            return
-
-
 def until_inside(server: RunningServer, count: int) -> None:
     while f"attn_in_flight_requests {count}.0" not in httpx.get(f"{server.url}/metrics").text:
         assert server.process.poll() is None
