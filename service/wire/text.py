@@ -7,6 +7,7 @@ way that is not certain, goes through orjson.
 
 from __future__ import annotations
 
+import abc
 import json
 import math
 import re
@@ -48,16 +49,16 @@ class ListFault(Exception):
         super().__init__("; ".join(str(misfit) for misfit in self.misfits))
 
 
-class NestedList:
+class NestedList(abc.ABC):
     """A list of the body, read as what its field holds: numbers, booleans or whole numbers."""
 
+    @abc.abstractmethod
     def numbers(self) -> tuple[NDArray[np.float64], tuple[int, ...]]:
         """Flat float64 numbers and the shape. Raises: ListFault."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def plain(self) -> list[Any]:
         """Python lists, for small things and booleans."""
-        raise NotImplementedError
 
     def booleans(self) -> tuple[NDArray[np.bool_], tuple[int, ...]]:
         """Flat booleans and the shape. Raises: ListFault."""
