@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from attn_core.errors import Fault
 
-REFUSAL_REASONS = ("requests", "bytes", "queue_full", "unavailable", "draining")
+REFUSAL_REASONS = ("requests", "bytes", "queue_full", "unavailable", "draining", "body", "memory")
 """Every ``reason`` for which work is refused unread or unqueued; a label of a metric."""
 
 

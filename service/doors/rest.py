@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from attn_core.cost import Cost
-from attn_core.errors import Fault
+from attn_core.errors import Fault, TooLarge
 from attn_core.problem import OUTPUTS
 from attn_core.support import PATHS
 from attn_core.validate import dtype_text
@@ -29,7 +29,7 @@ from service.doors.body import Disconnected, Negotiated, joined_headers, negotia
 from service.doors.exchange import ABORT_EXTENSION, Exchange, ExchangeLayer
 from service.doors.problem_details import MEDIA_TYPE as PROBLEM_MEDIA_TYPE
 from service.doors.problem_details import describe
-from service.errors import REFUSAL_REASONS, Draining, MethodNotServed, NotFound, Overloaded, Unavailable
+from service.errors import REFUSAL_REASONS, BodyTooLarge, Draining, MethodNotServed, NotFound, Overloaded, Unavailable
 from service.lifecycle import Lifecycle
 from service.request_queue import Answer
 from service.telemetry import Metrics
@@ -209,8 +209,9 @@ class _RestDoor:
                 exchange_of(request).outcome = "disconnected"
                 return Response(status_code=400)
             except Exception as error:
-                if isinstance(error, Overloaded | Unavailable):
-                    self._parts.metrics.refused.labels(error.reason).inc()
+                reason = _refusal_reason(error)
+                if reason is not None:
+                    self._parts.metrics.refused.labels(reason).inc()
                 return refusal(request, error)
 
         return endpoint
@@ -339,6 +340,18 @@ class _RestDoor:
                 "max_header_bytes": safetensors_format.MAX_HEADER_BYTES,
             },
         }
+
+
+def _refusal_reason(error: Exception) -> str | None:
+    """Why work was refused that could have been done at another time, in another size or elsewhere."""
+    match error:
+        case Overloaded() | Unavailable():
+            return error.reason
+        case BodyTooLarge():
+            return "body"
+        case TooLarge():
+            return "memory"
+    return None
 
 
 def info_of(answer: Answer) -> dict[str, Any]:
