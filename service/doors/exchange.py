@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.doors.problem_details import MEDIA_TYPE, describe
+from service.errors import Draining
 from service.lifecycle import Lifecycle, State
 from service.telemetry import OTHER_ROUTE, STAGES, Metrics
 
@@ -29,6 +30,10 @@ LINGER_S = 2.0
 LINGER_BYTES = 8 * 2**20
 SMALL_REST_BYTES = 64 * 1024
 """So much of an unread body is read and dropped with the connection kept; of a longer one the connection closes."""
+
+
+class NotRead(Exception):
+    """The client does not read its answer."""
 
 
 class Exchange:
@@ -71,11 +76,20 @@ def server_timing(stages: Mapping[str, float]) -> bytes:
 class ExchangeLayer:
     """Wraps the app; ``routes`` are the paths that may be named in metrics."""
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics, lifecycle: Lifecycle, routes: frozenset[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        metrics: Metrics,
+        lifecycle: Lifecycle,
+        routes: frozenset[str],
+        write_timeout_s: float,
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._lifecycle = lifecycle
         self._routes = routes
+        self._write_timeout_s = write_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -100,19 +114,26 @@ class ExchangeLayer:
             elif message["type"] == "http.response.body":
                 exchange.sent_bytes += len(message.get("body", b""))
                 if exchange.must_close and not message.get("more_body", False):
-                    await send({**message, "more_body": True})
+                    await self._write(send, {**message, "more_body": True})
                     await _linger(receive)
                     message = {"type": "http.response.body", "body": b"", "more_body": False}
-            await send(message)
+            await self._write(send, message)
 
         try:
             await self._app(scope, receive, send_measured)
         except asyncio.CancelledError:
             exchange.outcome = "cancelled"
             raise
+        except NotRead:
+            exchange.outcome = "not_read"
+            await _abort(scope)
         except Exception as error:
             failure, body, headers = describe(error, exchange.request_id)
             exchange.outcome = failure.name
+            if isinstance(error, Draining) and started:
+                # The drain's limit is over and the answer has not been read.
+                await _abort(scope)
+                return
             if started:
                 raise
             raw = [(name.encode(), value.encode()) for name, value in headers.items()]
@@ -121,6 +142,14 @@ class ExchangeLayer:
             await send_measured({"type": "http.response.body", "body": body})
         finally:
             self._record(scope, exchange)
+
+    async def _write(self, send: Send, message: Message) -> None:
+        """Hand on one message; the reader must have taken what was written before. Raises: NotRead."""
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                await send(message)
+        except TimeoutError:
+            raise NotRead from None
 
     def count_unreadable(self, outcome: str, sent_bytes: int) -> None:
         """Count a request that never became one: it could not be read as HTTP."""
@@ -150,6 +179,16 @@ class ExchangeLayer:
                 "sent_bytes": exchange.sent_bytes,
             }
             log.log(level, "%s %s %d", scope["method"], route, exchange.status, extra={"fields": fields})
+
+
+async def _abort(scope: Scope) -> None:
+    """End the connection at once: to close it would wait for the reader once more."""
+    abort = scope.get("extensions", {}).get(ABORT_EXTENSION)
+    if abort is not None:
+        abort()
+        for _ in range(3):
+            # So that the server knows of it before this request is seen to end without an answer.
+            await asyncio.sleep(0)
 
 
 async def _linger(receive: Receive) -> None:

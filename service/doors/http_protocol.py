@@ -1,16 +1,18 @@
-"""uvicorn's HTTP protocol with what it leaves open: heads have a limit in size and time, a client that has said all
-and closed its side still gets its answer, upgrades nobody asked us for are passed over, and what cannot be read as
-HTTP is refused in the form of all other refusals.
+"""uvicorn's HTTP protocol with what it leaves open.
+
+Heads have a limit in size and time; a client that has said all and closed its side still gets its answer; an upgrade
+that is not served is passed over; what cannot be read as HTTP is refused in the form of all other refusals, and not
+before the answers that are still due; a lost connection is known to every request on it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 import uuid
 from typing import Any, ClassVar
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from attn_core.errors import Fault
 from service.doors.exchange import ABORT_EXTENSION, ExchangeLayer, server_timing
@@ -18,7 +20,14 @@ from service.doors.problem_details import MEDIA_TYPE, describe
 from service.errors import Malformed
 
 MAX_HEAD_BYTES = 64 * 1024
-_UPGRADE = re.compile(rb"\r\n(upgrade[ \t]*:)", re.IGNORECASE)
+"""Names and values of all headers and trailers of one request."""
+MAX_FRAMING_BYTES = 512 * 1024
+FRAMING_PER_BODY_BYTE = 8
+"""What one request may take besides its body: this and so much for each byte, since a chunk may be a byte long."""
+
+
+class HeadTooLarge(Exception):
+    """Raised in the parser's callback, which makes the parser fail."""
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -29,57 +38,116 @@ class HttpProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_bytes = 0
-        self._in_head = True
-        self._has_ended_message = False
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._fed_bytes = 0
+        self._body_bytes = 0
+        self._is_upgrade = False
+        self._is_deaf = False
+        self._active: RequestResponseCycle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def _is_serving(self) -> bool:
+        return self._active is not None and not self._active.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._start_head_timer()
+        self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_head_timer()
+        self._stop_timer()
+        # uvicorn tells the request that was read last; with pipelining the one being served is another.
+        for cycle in (self._active, *(waiting for waiting, _ in self.pipeline)):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self.pipeline.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._in_head:
-            self._start_head_timer()
-            if b"pgrade" in data or b"PGRADE" in data:
-                # HTTP lets a server ignore the wish; the parser would take the body for the other protocol's.
-                head, end, rest = data.partition(b"\r\n\r\n")
-                data = _UPGRADE.sub(rb"\r\nx-\1", head) + end + rest
-        is_all_head = self._in_head
-        self._has_ended_message = False
-        super().data_received(data)
-        if is_all_head and self._in_head and not self._has_ended_message:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-                self.send_400_response(f"A head of over {MAX_HEAD_BYTES} bytes.")
+        if self._is_deaf:
+            return
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._pass_over_upgrade(data[upgrade.args[0] :])
+            return
+        except httptools.HttpParserError as error:
+            too_large = isinstance(error.__context__, HeadTooLarge)
+            self._refuse(f"a head of over {MAX_HEAD_BYTES} bytes" if too_large else str(error) or "something else")
+            return
+        self._fed_bytes += len(data)
+        if self._fed_bytes - FRAMING_PER_BODY_BYTE * self._body_bytes - self._body_bytes > MAX_FRAMING_BYTES:
+            self._refuse("too many bytes that are no body")
+        elif not self._is_serving:
+            # Whoever is not waiting for us keeps us waiting: that has an end.
+            self._start_timer()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection for the answer of a client that has sent all of its request and closed its side."""
-        cycle = self.cycle
-        if cycle is None or cycle.response_complete or cycle.more_body:
+        """Keep the connection for the answer of a client that has sent all of a request and closed its side."""
+        active = self._active
+        if active is None or active.response_complete or active.more_body:
             return False
-        cycle.keep_alive = False
+        self._is_deaf = True
+        while self.pipeline and self.pipeline[0][0].more_body:
+            # The rest of this one will never come.
+            self.pipeline.popleft()
+        last = self.pipeline[0][0] if self.pipeline else active
+        last.keep_alive = False
         return True
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head = True
-        self._head_bytes = 0
+        self._head_bytes = self._fed_bytes = self._body_bytes = 0
+        self._is_upgrade = False
         self.scope["extensions"] = {ABORT_EXTENSION: self.transport.abort}  # type: ignore[dict-item]
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value) + 4
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise HeadTooLarge
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        self._in_head = False
-        self._stop_head_timer()
+        if self.parser.should_upgrade():
+            # The parser ends the message here; it is read once more without the wish.
+            self._is_upgrade = True
+            return
+        self._stop_timer()
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._in_head = True
-        self._has_ended_message = True
-        self._head_bytes = 0
+        if not self._is_upgrade:
+            super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._active = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _pass_over_upgrade(self, rest: bytes) -> None:
+        """HTTP lets a server ignore the wish for another protocol: the same request again, without it."""
+        head = [self.parser.get_method(), b" ", self.url, b" HTTP/", self.parser.get_http_version().encode(), b"\r\n"]
+        for name, value in self.headers:
+            if name != b"upgrade":
+                head += [name, b": ", value, b"\r\n"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"".join(head) + b"\r\n")
+        if rest and not self.transport.is_closing():
+            self.data_received(rest)
+
+    def _refuse(self, received: str) -> None:
+        """What came is not HTTP: refuse it, or, where an answer is due first, give that one and close."""
+        if self._is_serving and self._active is not None and not self._active.more_body:
+            self._is_deaf = True
+            self.pipeline.clear()
+            self._active.keep_alive = False
+        elif not self.transport.is_closing():
+            self._is_deaf = True
+            self.send_400_response(received)
 
     def send_400_response(self, msg: str) -> None:
         """Answer and close. A request that is not HTTP has no id yet, and gets one."""
@@ -95,19 +163,18 @@ class HttpProtocol(HttpToolsProtocol):
         if isinstance(self.app, ExchangeLayer):
             self.app.count_unreadable(failure.name, len(body))
 
-    def _start_head_timer(self) -> None:
-        if self._head_timer is None:
-            self._head_timer = self.loop.call_later(self.head_timeout_s, self._head_is_late)
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.head_timeout_s, self._client_is_late)
 
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _head_is_late(self) -> None:
-        self._head_timer = None
-        waits_for_answer = self.cycle is not None and not self.cycle.response_complete
-        if self._in_head and not waits_for_answer and not self.transport.is_closing():
+    def _client_is_late(self) -> None:
+        self._timer = None
+        if not self._is_serving and not self.transport.is_closing():
             self.transport.close()
 
 

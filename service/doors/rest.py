@@ -26,10 +26,10 @@ from service.attend import Attend
 from service.deadline import Deadline
 from service.doors import health, openapi
 from service.doors.body import Disconnected, Negotiated, joined_headers, negotiate, parameter_faults, read_body
-from service.doors.exchange import ABORT_EXTENSION, Exchange, ExchangeLayer
+from service.doors.exchange import Exchange, ExchangeLayer
 from service.doors.problem_details import MEDIA_TYPE as PROBLEM_MEDIA_TYPE
 from service.doors.problem_details import describe
-from service.errors import REFUSAL_REASONS, BodyTooLarge, Draining, MethodNotServed, NotFound, Overloaded, Unavailable
+from service.errors import REFUSAL_REASONS, BodyTooLarge, MethodNotServed, NotFound, Overloaded, Unavailable
 from service.lifecycle import Lifecycle
 from service.request_queue import Answer
 from service.telemetry import Metrics
@@ -83,8 +83,8 @@ class Parts:
 class PiecesResponse(Response):
     """An answer sent piece by piece, none of them joined or copied.
 
-    ``held`` is given up when the last byte has left for the socket, or when the reader takes too long: an answer
-    that waits for its reader is still inside.
+    ``held`` is given up when the last byte has left for the socket, or the sending fails: an answer that waits for
+    its reader is still inside.
     """
 
     def __init__(
@@ -94,7 +94,6 @@ class PiecesResponse(Response):
         headers: Mapping[str, str],
         *,
         held: contextlib.ExitStack,
-        write_timeout_s: float,
     ) -> None:
         self.pieces = pieces
         self.status_code = 200
@@ -103,20 +102,11 @@ class PiecesResponse(Response):
         self.body = b""
         self.size = sum(len(piece) for piece in pieces)
         self._held = held
-        self._write_timeout_s = write_timeout_s
         self.init_headers({**headers, "content-length": str(self.size), "content-type": media_type})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            with self._held:
-                await self._send(send)
-        except (TimeoutError, Draining):
-            exchange: Exchange = scope["attn.exchange"]
-            exchange.outcome = "not_read"
-            # To close would wait for the reader once more.
-            abort = scope.get("extensions", {}).get(ABORT_EXTENSION)
-            if abort is not None:
-                abort()
+        with self._held:
+            await self._send(send)
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -127,13 +117,10 @@ class PiecesResponse(Response):
             return
         for piece in self.pieces:
             for start in range(0, len(piece), SLICE_BYTES):
-                async with asyncio.timeout(self._write_timeout_s):
-                    await send(
-                        {"type": "http.response.body", "body": piece[start : start + SLICE_BYTES], "more_body": True}
-                    )
-        async with asyncio.timeout(self._write_timeout_s):
-            # Waits until what was written before has left.
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                part = piece[start : start + SLICE_BYTES]
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        # Waits until what was written before has left.
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def build_app(parts: Parts) -> ASGIApp:
@@ -153,7 +140,13 @@ def build_app(parts: Parts) -> ASGIApp:
     app.add_exception_handler(HTTPException, _routing_error)
     routes = frozenset(app.openapi()["paths"]) | {"/docs", "/openapi.json"}
     parts.metrics.prepare(routes=routes, paths=PATHS, reasons=REFUSAL_REASONS)
-    return ExchangeLayer(app, metrics=parts.metrics, lifecycle=parts.lifecycle, routes=routes)
+    return ExchangeLayer(
+        app,
+        metrics=parts.metrics,
+        lifecycle=parts.lifecycle,
+        routes=routes,
+        write_timeout_s=parts.limits.write_timeout_s,
+    )
 
 
 async def _routing_error(request: Request, error: Exception) -> Response:
@@ -246,13 +239,7 @@ class _RestDoor:
             self._count(answer)
             with exchange.stage("encode"):
                 pieces, more_headers = await self._encode(answer, decoded, forms, deadline)
-            response = PiecesResponse(
-                pieces,
-                forms.answer_form,
-                more_headers,
-                held=inside.pop_all(),
-                write_timeout_s=parts.limits.write_timeout_s,
-            )
+            response = PiecesResponse(pieces, forms.answer_form, more_headers, held=inside.pop_all())
             permit.count(response.size)
             return response
 

@@ -236,8 +236,114 @@ def test_the_service_describes_itself(client: httpx.Client) -> None:
 def test_a_body_without_length_is_read_and_pipelined_requests_are_answered_in_order(server: RunningServer) -> None:
     body = json.dumps(PLAIN).encode()
     head = b"POST /v1/attention HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    head += b"Content-Length: 1099511627776\r\n\r\n"
-    assert raw_exchange(server, head).startswith(b"HTTP/1.1 413 ")
+    chunked = head + b"X-Request-Id: first\r\nTransfer-Encoding: chunked\r\n\r\n"
+    for index in range(0, len(body), 10):
+        part = body[index : index + 10]
+        chunked += b"%x\r\n%b\r\n" % (len(part), part)
+    chunked += b"0\r\n\r\n"
+    plain = head + b"X-Request-Id: second\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    received = raw_exchange(server, chunked + plain)
+    assert received.count(b"HTTP/1.1 200 OK") == 2
+    assert received.index(b"x-request-id: first") < received.index(b"x-request-id: second")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n",
+        b"Content-Length: 5\r\nContent-Length: 6\r\n",
+        b"Content-Length: -1\r\n",
+        b"Content-Length: x\r\n",
+        b"Transfer-Encoding: identity, chunked, x\r\n",
+    ],
+)
+def test_a_length_that_can_be_read_in_two_ways_is_refused(server: RunningServer, head: bytes) -> None:
+    request = b"POST /v1/attention HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    received = raw_exchange(server, request + head + b"\r\n0\r\n\r\nGET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert received.startswith(b"HTTP/1.1 400 ")
+    assert b"200 OK" not in received
+    head, _, content = received.partition(b"\r\n\r\n")
+    assert b"application/problem+json" in head and b"x-request-id: " in head
+    assert json.loads(content)["type"] == "/errors/malformed"
+
+
+def test_what_is_not_http_is_refused_too(server: RunningServer) -> None:
+    received = raw_exchange(server, b"HELLO\r\n\r\n")
+    assert received.startswith(b"HTTP/1.1 400 ") and b"application/problem+json" in received
+
+
+def test_parameters_of_the_url_are_refused_beside_other_faults(client: httpx.Client) -> None:
+    answer = client.post("/v1/attention?scale=5", json=PLAIN | {"is_casual": True})
+    assert answer.status_code == 422
+    assert [fault["field"] for fault in answer.json()["errors"]] == ["?scale", "is_casual"]
+
+
+def test_expect_100_continue_is_answered(server: RunningServer) -> None:
+    body = json.dumps(PLAIN).encode()
+    head = b"POST /v1/attention HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(head + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(body))
+        assert connection.recv(4096).startswith(b"HTTP/1.1 100 ")
+        connection.sendall(body)
+        assert b"200 OK" in connection.recv(65536)
+
+
+def test_an_early_refusal_of_a_long_body_arrives(server: RunningServer) -> None:
+    """The whole body is on its way when the refusal comes; the client still reads it."""
+    long = bytes(2 * 2**20)
+    answer = httpx.post(f"{server.url}/v1/attention", content=long, headers={"content-type": "text/plain"})
+    assert answer.status_code == 415
+    assert answer.headers["connection"] == "close"
+
+
+def test_metrics_count_what_happened(client: httpx.Client) -> None:
+    def value(name: str) -> float:
+        text = client.get("/metrics").text
+        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name))
+
+    names = (
+        'attn_requests_total{outcome="ok",route="/v1/attention"}',
+        'attn_requests_total{outcome="invalid",route="/v1/attention"}',
+        'attn_path_requests_total{path="fused"}',
+        'attn_path_requests_total{path="manual"}',
+        'attn_stage_seconds_count{stage="compute"}',
+        "attn_computed_flops_total",
+        "attn_received_bytes_total",
+        "attn_sent_bytes_total",
+        "attn_empty_rows_total",
+        "attn_nonfinite_rows_total",
+        "attn_batch_requests_count",
+    )
+    before = {name: value(name) for name in names}
+    client.post("/v1/attention", json=PLAIN)
+    client.post("/v1/attention", json=PLAIN | {"outputs": ["weights"], "allow_mask": [False]})
+    client.post("/v1/attention", json=PLAIN | {"query": [["NaN", 1]]})
+    client.post("/v1/attention", json={})
+    grown = {name: value(name) - before[name] for name in names}
+    assert list(grown.values())[:5] == [3, 1, 1, 2, 3]
+    assert grown["attn_computed_flops_total"] == 3 * 2 * 2 * (2 + 2)
+    assert grown["attn_received_bytes_total"] > 200
+    assert grown["attn_sent_bytes_total"] > 200
+    assert (grown["attn_empty_rows_total"], grown["attn_nonfinite_rows_total"]) == (1, 1)
+    assert grown["attn_batch_requests_count"] == 3
+    assert value("attn_ready") == 1
+    assert value('attn_device_memory_bytes{kind="limit"}') > 2**28
+
+
+def test_refusals_are_counted_by_their_reason(client: httpx.Client, server: RunningServer) -> None:
+    def refused(reason: str) -> float:
+        start = f'attn_refused_requests_total{{reason="{reason}"}}'
+        (line,) = [line for line in client.get("/metrics").text.splitlines() if line.startswith(start)]
+        return float(line.rsplit(" ", 1)[1])
+
+    before = {reason: refused(reason) for reason in ("body", "memory", "queue_full")}
+    members = {
+        "weights": {"dtype": "float32", "shape": [1, 1, 2**24, 0], "data": ""},
+        "value": {"dtype": "float32", "shape": [1, 1, 0, 2**24], "data": ""},
+    }
+    assert client.post("/v1/weighted_sum", json=members).status_code == 413
+    request = b"POST /v1/attention HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    assert raw_exchange(server, request % 2**40).startswith(b"HTTP/1.1 413 ")
     grown = {reason: refused(reason) - count for reason, count in before.items()}
     assert grown == {"body": 1, "memory": 1, "queue_full": 0}
 

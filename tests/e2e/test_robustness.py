@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import socket
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -137,7 +139,7 @@ def test_an_answer_that_nobody_reads_counts_as_inside_and_has_an_end() -> None:
 
 
 def test_a_head_has_an_end_in_size_and_in_time(server: RunningServer) -> None:
-    for filler in (b"X-Filler: " + b"x" * 200_000, b"\r\n".join(b"X-%d: %s" % (n, b"x" * 100) for n in range(2000))):
+    for filler in (b"X-Filler: " + b"x" * 2_000_000, b"\r\n".join(b"X-%d: %s" % (n, b"x" * 100) for n in range(2000))):
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
             connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n")
             received = b""
@@ -157,6 +159,24 @@ def test_a_head_has_an_end_in_size_and_in_time(server: RunningServer) -> None:
                 assert connection.recv(4096) == b""
 
 
+def test_trailers_and_extensions_have_an_end_too(server: RunningServer) -> None:
+    head = b"POST /v1/attention HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += b"Transfer-Encoding: chunked\r\n\r\n"
+    before = server.resident_bytes()
+    for start, filler in ((b"2\r\n{}\r\n0\r\n", b"X-Trailer: %s\r\n" % (b"x" * 1000)), (b"2;x=", b"x" * 1000)):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            sent = 0
+            try:
+                connection.sendall(head + start)
+                while sent < 64 * 2**20:
+                    connection.sendall(filler * 100)
+                    sent += 100 * len(filler)
+            except OSError:
+                pass
+            assert sent < 64 * 2**20
+    assert server.resident_bytes() - before < 2**24
+
+
 @pytest.mark.parametrize("wish", ["h2c", "websocket", "TLS/1.0"])
 def test_an_upgrade_that_is_not_served_is_passed_over(server: RunningServer, wish: str) -> None:
     body = json.dumps(PLAIN).encode()
@@ -164,11 +184,111 @@ def test_an_upgrade_that_is_not_served_is_passed_over(server: RunningServer, wis
         f"POST /v1/attention HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: {wish}\r\n"
         f"HTTP2-Settings: AAMAAABkAAQAAP__\r\nContent-Type: {JSON}\r\nContent-Length: {len(body)}\r\n\r\n"
     )
-    for pieces in ((head.encode() + body,), (head.encode(), body)):
+    whole = head.encode() + body
+    splits = [[len(whole)], [len(head)], [head.index("Upgrade:")], [head.index("Upgrade:") + 3], [5, 70, len(head) - 1]]
+    for places in splits:
+        cuts = [0, *places, len(whole)]
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
-            for piece in pieces:
-                connection.sendall(piece)
-            assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for begin, end in itertools.pairwise(cuts):
+                connection.sendall(whole[begin:end])
+            assert read_answers(connection, 1) == [200]
+            # On the same connection, behind a plain one and before another.
+            plain = head.replace(f"Upgrade: {wish}\r\n", "").encode() + body
+            connection.sendall(plain + whole + plain)
+            assert read_answers(connection, 3) == [200, 200, 200]
+
+
+def read_answers(connection: socket.socket, count: int) -> list[int]:
+    """The statuses of so many answers."""
+    received = b""
+    statuses: list[int] = []
+    while len(statuses) < count:
+        part = connection.recv(65536)
+        assert part, received
+        received += part
+        while b"\r\n\r\n" in received:
+            head, _, rest = received.partition(b"\r\n\r\n")
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            if len(rest) < length:
+                break
+            statuses.append(int(head[9:12]))
+            received = rest[length:]
+    return statuses
+
+
+def test_bytes_that_look_like_a_header_reach_the_body_unchanged(server: RunningServer) -> None:
+    value = torch.frombuffer(bytearray(b"\r\nUpgrade: x\r\n\r\n...!"), dtype=torch.float32).view(1, 1, 1, 5)
+    assert value.isfinite().all()
+    ones = torch.ones(1, 1, 1, 1)
+    body = safetensors_body({"query": ones, "key": ones, "value": value}, {"path": "manual"})
+    head = f"POST /v1/attention HTTP/1.1\r\nHost: x\r\nContent-Type: {SAFETENSORS}\r\nConnection: close\r\n"
+    whole = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    for cut in (len(whole) - len(body) - 1, len(whole) - len(body), len(whole) - 10):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(whole[:cut])
+            connection.sendall(whole[cut:])
+            received = b""
+            while part := connection.recv(65536):
+                received += part
+        assert value.numpy().tobytes() in received
+
+
+def test_what_is_not_http_waits_for_the_answer_before_it(server: RunningServer) -> None:
+    body = json.dumps(PLAIN).encode()
+    head = f"POST /v1/attention HTTP/1.1\r\nHost: x\r\nContent-Type: {JSON}\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(head.encode() + body + b"\0\0\0\0")
+        received = b""
+        while part := connection.recv(65536):
+            received += part
+    assert received.startswith(b"HTTP/1.1 200 ")
+
+
+def test_small_answers_that_nobody_reads_have_an_end_too() -> None:
+    members = {"query": [[[1.0] * 64] * 64], "encoding": "list"}
+    body = json.dumps(members).encode()
+    head = f"POST /v1/attention HTTP/1.1\r\nHost: x\r\nContent-Type: {JSON}\r\nContent-Length: {len(body)}\r\n\r\n"
+    with (
+        service_in_process(Engine(), write_timeout_s=0.5, max_requests_inside=1) as service,
+        httpx.Client(base_url=service.url, timeout=30.0) as own,
+    ):
+        until_ready(own)
+        with socket.socket() as caller:
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            caller.settimeout(5.0)
+            caller.connect(("127.0.0.1", int(service.url.rsplit(":", 1)[1])))
+            try:
+                for _ in range(400):
+                    caller.sendall(head.encode() + body)
+            except OSError:
+                pass
+            while own.post("/v1/attention", json=PLAIN).status_code != 200:
+                pass
+
+
+def test_a_reset_with_requests_in_line_is_a_disconnect(client: httpx.Client, server: RunningServer) -> None:
+    body = json.dumps(PLAIN).encode()
+    head = f"POST /v1/attention HTTP/1.1\r\nHost: x\r\nContent-Type: {JSON}\r\nContent-Length: {len(body)}\r\n\r\n"
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.sendall((head.encode() + body) * 3)
+    while in_flight(client):
+        pass
+    assert 'outcome="internal"' not in client.get("/metrics").text
+    assert not [line for line in server.log if line.get("level") == "error"]
+
+
+def test_an_unread_rest_of_a_body_does_not_keep_a_connection() -> None:
+    with service_in_process(Engine(), head_timeout_s=0.3, keep_alive_s=60) as service:
+        port = int(service.url.rsplit(":", 1)[1])
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            connection.sendall(b"POST /nope HTTP/1.1\r\nHost: x\r\nContent-Length: 60000\r\n\r\n")
+            assert read_answers(connection, 1) == [404]
+            connection.sendall(b"x")
+            assert connection.recv(4096) == b""
 
 
 def test_a_client_that_closes_its_side_still_gets_its_answer(server: RunningServer) -> None:
