@@ -95,8 +95,7 @@ def assemble(call: Call, parts: Parts, limits: ReadLimits, *, answer_is_json: bo
     if core is None:
         faults += find_weighted_sum_faults(specs, broken=broken)
     else:
-        structural = find_faults(specs, core, broken=broken)
-        faults += structural
+        faults += find_faults(specs, core, broken=broken)
         faults += _value_faults(parts, specs, core, broken)
     known = (*call.tensors, *call.option_names)
     strangers = itertools.islice(parts.unknown.items(), MAX_FAULTS)
