@@ -39,7 +39,6 @@ class Batcher:
         self._on_lost = on_lost
         self._clock = clock
         self._thread = threading.Thread(target=self._run, name="attn-engine", daemon=True)
-        self.is_computing = False
 
     def start(self) -> None:
         self._thread.start()
@@ -61,15 +60,12 @@ class Batcher:
             return
         self._on_ready()
         while (pending := self._queue.take()) is not None:
-            self.is_computing = True
             try:
                 self._answer(engine, pending)
             except _DeviceLost as lost:
                 self._on_lost(lost.error)
                 self._refuse_all(lost.error)
                 return
-            finally:
-                self.is_computing = False
 
     def _answer(self, engine: Engine, pending: Pending) -> None:
         """Report one outcome. Raises: _DeviceLost when the device answers no more."""

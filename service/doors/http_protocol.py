@@ -70,7 +70,11 @@ class HttpProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self._pass_over_upgrade(data[upgrade.args[0] :])
+            if self.parser.get_method() == b"CONNECT":
+                # A tunnel is no wish that could be passed over: it is all that was asked for.
+                self._refuse("CONNECT, which asks for a tunnel")
+            else:
+                self._pass_over_upgrade(data[upgrade.args[0] :])
             return
         except httptools.HttpParserError as error:
             too_large = isinstance(error.__context__, HeadTooLarge)

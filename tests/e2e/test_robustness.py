@@ -199,6 +199,18 @@ def test_an_upgrade_that_is_not_served_is_passed_over(server: RunningServer, wis
             assert read_answers(connection, 3) == [200, 200, 200]
 
 
+def test_a_tunnel_is_refused(server: RunningServer) -> None:
+    for rest in (b"", b"Content-Length: 3\r\nUpgrade: h2c\r\nConnection: upgrade\r\n"):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.sendall(b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n" + rest + b"\r\nabc")
+            received = b""
+            while part := connection.recv(65536):
+                received += part
+        assert received.startswith(b"HTTP/1.1 400 ")
+        assert b"CONNECT" in received.partition(b"\r\n\r\n")[2]
+    assert not [line for line in server.log if line.get("level") == "error"]
+
+
 def read_answers(connection: socket.socket, count: int) -> list[int]:
     """The statuses of so many answers."""
     received = b""
