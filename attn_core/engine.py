@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 
 from attn_core.canonical import CanonicalProblem, canonicalize, to_callers_form
-from attn_core.cost import Cost, attention_cost, weighted_sum_cost
+from attn_core.cost import Cost
 from attn_core.errors import AttentionError, Fault, InvalidProblem
 from attn_core.hazards import Hazards, find_hazards, isolate
-from attn_core.kernels import choose_path, fused, logsumexp_by_operator, manual
+from attn_core.kernels import fused, logsumexp_by_operator, manual
 from attn_core.kernels.output import KernelOutput, without_pairs
 from attn_core.maths.context import weighted_context
-from attn_core.numerics import compute_dtype
+from attn_core.numerics import compute_dtype, largest
 from attn_core.placement import bring_back, place
+from attn_core.prepared import PlainForm, Prepared, Problem, prepare
 from attn_core.problem import AttentionProblem, AttentionResult, WeightedSumProblem
 from attn_core.validate import check_problem, check_values
-
-Problem = AttentionProblem | WeightedSumProblem
 
 THREADS_FROM_FLOPS = 500_000_000
 """From this size on a problem is worth a team of threads; below it the team costs more than it brings."""
@@ -47,7 +46,7 @@ class Engine:
         return result
 
     @torch.inference_mode()
-    def run(self, problems: Sequence[Problem]) -> list[AttentionResult | AttentionError]:
+    def run(self, problems: Sequence[Problem | Prepared]) -> list[AttentionResult | AttentionError]:
         """Answer problems that ``check_problem`` and ``check_values`` passed, each by itself, in their order.
 
         Each is computed at its own shape, so its bits do not depend on its neighbours; what cannot be answered
@@ -56,13 +55,37 @@ class Engine:
         results: list[AttentionResult | AttentionError] = []
         for problem in problems:
             try:
-                if isinstance(problem, WeightedSumProblem):
-                    results.append(self._weighted_sum(problem))
+                prepared = problem if isinstance(problem, Prepared) else self.prepare(problem)
+                if isinstance(prepared.problem, WeightedSumProblem):
+                    results.append(self._weighted_sum(prepared.problem, prepared.cost))
                 else:
-                    results.append(self._attention(problem))
+                    results.append(self._attention(prepared.problem, prepared))
             except AttentionError as error:
                 results.append(error)
         return results
+
+    def prepare(self, problem: Problem) -> Prepared:
+        """Kernel and cost of a checked problem on this device. Raises: InvalidProblem."""
+        return prepare(problem, device_type=self.device.type)
+
+    def plain_context(
+        self, form: PlainForm, numbers: Tensor, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor | None:
+        """The context of a problem of a plain form, in the caller's rank; None where its numbers need more care.
+
+        ``numbers`` are all of query, key and value, flat. The bits are those that ``run`` gives.
+        """
+        if numbers.dtype == torch.float32:
+            # One product instead of two comparisons. NaN and infinity stay what they are in it.
+            if not torch.dot(numbers, numbers).item() <= form.safe_square_sum:
+                return None
+        elif not largest(numbers) <= form.safe_number:
+            return None
+        self._use_threads(form.cost.flops)
+        context = fused.plain(
+            query, key, value, scale=form.scale, is_causal=form.is_causal, shares_heads=form.shares_heads
+        )
+        return context.view(form.result_shape)
 
     def warm_up(self) -> None:
         """Run one small problem on each kernel, so that the first caller does not pay for what is made on first use."""
@@ -71,11 +94,9 @@ class Engine:
         self.attend(problem)
         self.attend(AttentionProblem(query=query, options=replace(problem.options, outputs=("context", "weights"))))
 
-    def _attention(self, problem: AttentionProblem) -> AttentionResult:
-        placed = replace(problem, **place(problem.tensors(), self.device))  # type: ignore[arg-type]
-        canonical = canonicalize(placed)
-        path, why = choose_path(canonical, problem.options.path)
-        cost = attention_cost(canonical, path)
+    def _attention(self, problem: AttentionProblem, prepared: Prepared) -> AttentionResult:
+        path, why, cost = prepared.path, prepared.why, prepared.cost
+        canonical = self._canonical(problem, prepared)
         self._use_threads(cost.flops)
         if problem.options.empty_rows == "error":
             _refuse_empty_rows(canonical)
@@ -102,8 +123,15 @@ class Engine:
             flops=cost.flops,
         )
 
-    def _weighted_sum(self, problem: WeightedSumProblem) -> AttentionResult:
-        cost = weighted_sum_cost(problem)
+    def _canonical(self, problem: AttentionProblem, prepared: Prepared) -> CanonicalProblem:
+        """The problem as kernels read it, on this device and at addresses that give equal bits."""
+        tensors = problem.tensors()
+        placed = place(tensors, self.device)
+        if prepared.canonical is not None and all(placed[name] is tensor for name, tensor in tensors.items()):
+            return prepared.canonical
+        return canonicalize(replace(problem, **placed))  # type: ignore[arg-type]
+
+    def _weighted_sum(self, problem: WeightedSumProblem, cost: Cost) -> AttentionResult:
         self._use_threads(cost.flops)
         storage = problem.weights.dtype
         arithmetic = compute_dtype(storage)
@@ -139,11 +167,7 @@ def estimate(problem: Problem, *, device_type: str) -> Cost:
 
     Raises: InvalidProblem when the asked path cannot serve it.
     """
-    if isinstance(problem, WeightedSumProblem):
-        return weighted_sum_cost(problem)
-    canonical = canonicalize(problem)
-    path, _ = choose_path(canonical, problem.options.path, device_type=device_type)
-    return attention_cost(canonical, path)
+    return prepare(problem, device_type=device_type).cost
 
 
 def _fused_beside_manual(problem: CanonicalProblem, *, is_asked: bool) -> tuple[KernelOutput, str, str]:

@@ -23,10 +23,11 @@ BLOCK_ROW_MULTIPLE = 256
 
 def needs_mask(problem: CanonicalProblem) -> bool:
     """Whether a mask must be made: nothing is forbidden otherwise, or only what SDPA's own ``is_causal`` forbids."""
-    return not problem.forbids_nothing and not _is_causal(problem)
+    return not problem.forbids_nothing and not is_square_causal(problem)
 
 
-def _is_causal(problem: CanonicalProblem) -> bool:
+def is_square_causal(problem: CanonicalProblem) -> bool:
+    """Whether SDPA's own ``is_causal`` says all that is forbidden."""
     # On CPU the kernel scales its -inf too: a scale of 0 makes them NaN, one below 0 makes them +inf.
     scale = torch.tensor(problem.scale, dtype=problem.compute_dtype).item()
     return problem.is_square_causal and scale > 0
@@ -45,6 +46,19 @@ def mask_block_rows(problem: CanonicalProblem) -> int:
     return min(dims.seq_len_q, multiples * BLOCK_ROW_MULTIPLE)
 
 
+def is_cut(problem: CanonicalProblem) -> bool:
+    """Whether the problem is answered by more than one call."""
+    return mask_block_rows(problem) < problem.dims.seq_len_q
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, *, scale: float, is_causal: bool, shares_heads: bool) -> Tensor:
+    """context of one call without a mask, of tensors ``[batch, heads, tokens, width]`` without hazards."""
+    context = F.scaled_dot_product_attention(
+        query, key, value, dropout_p=0.0, is_causal=is_causal, scale=scale, enable_gqa=shares_heads
+    )
+    return context.add_(SIGNLESS_ZERO) if is_causal else context
+
+
 def _pair_masks(problem: CanonicalProblem) -> tuple[Tensor | None, ...]:
     return problem.allow_mask, problem.block_mask, problem.bias
 
@@ -54,8 +68,8 @@ def attend(problem: CanonicalProblem) -> KernelOutput:
     query, key, value = (_unit_stride(t) for t in (problem.query, problem.key, problem.value))
     wants_lse = "logsumexp" in problem.outputs
     if not needs_mask(problem):
-        context, lse = _call(problem, query, key, value, None, is_causal=_is_causal(problem), wants_lse=wants_lse)
-        if _is_causal(problem):
+        context, lse = _call(problem, query, key, value, None, is_causal=is_square_causal(problem), wants_lse=wants_lse)
+        if is_square_causal(problem):
             context.add_(SIGNLESS_ZERO)
         return KernelOutput(outputs=_asked(problem, context, lse))
     contexts, lses, empties = [], [], []
