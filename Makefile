@@ -32,6 +32,11 @@ format: $(VENV)/.installed-dev ## put the code into form
 bench: $(VENV)/.installed-dev ## measure the service against its limits, in one run
 	$(BIN)/python -m tests.benchmarks.serving
 
+.PHONY: bench-peers
+bench-peers: $(VENV)/.installed-dev ## measure it beside other servers too; installs them outside the repository
+	$(BIN)/python -m tests.benchmarks.peers.install
+	$(BIN)/python -m tests.benchmarks.serving --peers all
+
 clean: ## remove what was installed and built
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 

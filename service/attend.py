@@ -1,47 +1,202 @@
-"""The one use case behind every door: admit, enqueue, await."""
+"""The one use case behind every door: admit, run at once or enqueue, await."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
-from attn_core.cost import Cost
+from torch import Tensor
+
+from attn_core.engine import Engine
+from attn_core.errors import AttentionError
+from attn_core.prepared import PlainForm, Prepared, Problem
+from attn_core.problem import AttentionResult
 from service.admission import Admission
 from service.deadline import Clock, Deadline
-from service.request_queue import Answer, Pending, Problem, RequestQueue
+from service.errors import DeadlinePassed
+from service.pace import Pace
+from service.request_queue import Answer, Outcome, Pending, RequestQueue
+
+log = logging.getLogger("attn.attend")
+
+AT_ONCE_S = 1.5e-3
+"""So much computing the event loop does itself, between two reads. A hop to another thread costs 50 us, and a small
+kernel in a second thread starves behind a busy loop; but what computes here reads nothing meanwhile."""
 
 
 class Attend:
-    """``estimate`` tells what a checked problem costs on the kernel that will serve it."""
+    """``prepare`` decides kernel and cost of a checked problem; ``engine`` is the loop's own, None on a GPU.
+
+    Used from the event loop alone.
+    """
 
     def __init__(
         self,
         *,
         admission: Admission,
         queue: RequestQueue,
-        estimate: Callable[[Problem], Cost],
+        pace: Pace,
+        prepare: Callable[[Problem], Prepared],
+        engine: Engine | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self._admission = admission
         self._queue = queue
-        self._estimate = estimate
+        self._pace = pace
+        self._prepare = prepare
+        self._engine = engine
         self._clock = clock
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._turn = -1.0
+        self._spent_s = 0.0
 
-    async def attend(self, problem: Problem, deadline: Deadline, *, answer_bytes: Callable[[Cost], int]) -> Answer:
+    def wait_s(self) -> float:
+        """The estimated wait of one more small problem."""
+        return self._queue.wait_s(is_large=False)
+
+    async def attend(
+        self, problem: Problem, deadline: Deadline, *, answer_bytes: Callable[[Prepared], int], held: Any = None
+    ) -> Answer:
         """Answer one checked problem, or raise why not.
 
         ``answer_bytes`` gives what the encoded answer takes besides. Raises: InvalidProblem, TooLarge, Overloaded,
-        Unavailable, DeadlinePassed.
+        Unavailable, DeadlinePassed. Cancelled, it frees its place.
         """
-        cost = self._estimate(problem)
-        needed_bytes = cost.peak_bytes + answer_bytes(cost)
-        self._admission.check_memory(needed_bytes)
+        prepared = self._prepare(problem)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        pending = Pending(problem, deadline, future, self._clock(), needed_bytes)
-        self._queue.put(pending)
+
+        def deliver(outcome: Outcome) -> None:
+            if future.done():
+                return
+            if isinstance(outcome, BaseException):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+
+        waiting = self.begin(prepared, deadline, more_bytes=answer_bytes(prepared), deliver=deliver, held=held)
         try:
-            return await deadline.wait_for(future)
+            return await future
         finally:
-            if not future.done() or future.cancelled():
-                self._queue.discard(pending)
+            if waiting is not None:
+                waiting.end()
+
+    def prepare(self, problem: Problem) -> Prepared:
+        """Kernel and cost of a checked problem. Raises: InvalidProblem."""
+        return self._prepare(problem)
+
+    def begin(
+        self,
+        prepared: Prepared,
+        deadline: Deadline,
+        *,
+        more_bytes: int,
+        deliver: Callable[[Outcome], None],
+        held: Any = None,
+    ) -> Waiting | None:
+        """Answer at once and give None, or enqueue; ``deliver`` is called once, unless ``Waiting.end`` comes first.
+
+        Raises: TooLarge, Overloaded, Unavailable, DeadlinePassed.
+        """
+        needed_bytes = prepared.cost.peak_bytes + more_bytes
+        estimated_s = self._pace.estimate_s(prepared.cost, prepared.path)
+        if self.may_run_at_once(estimated_s):
+            self._admission.check_memory(needed_bytes)
+            self._admission.check_deadline(0.0, 0.0, deadline)
+            outcome = self._run_at_once(prepared, needed_bytes, estimated_s)
+            if outcome is not None:
+                deliver(outcome)
+                return None
+        pending = Pending(prepared, deadline, deliver, self._clock(), needed_bytes, estimated_s, held)
+        wait_s = self._queue.wait_s(is_large=pending.ride.is_large)
+        self._admission.check_wait(wait_s)
+        self._admission.check_deadline(wait_s, estimated_s, deadline)
+        self._admission.hold_memory(needed_bytes)
+        try:
+            self._queue.put(pending)
+        except BaseException:
+            self._admission.release_memory(needed_bytes)
+            raise
+        return Waiting(pending, self._queue, self._admission)
+
+    def may_run_at_once(self, estimated_s: float) -> bool:
+        """Whether the event loop may compute this itself: it is short, nothing waits, and the loop has not yet computed
+        for long since it last looked at its sockets."""
+        if self._engine is None or estimated_s > AT_ONCE_S or not self._queue.is_empty:
+            return False
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        # The loop's clock stands still between two looks at its sockets.
+        turn = self._loop.time()
+        if turn != self._turn:
+            self._turn, self._spent_s = turn, 0.0
+        return self._spent_s + estimated_s <= AT_ONCE_S
+
+    def plain_estimate_s(self, form: PlainForm) -> float:
+        return self._pace.estimate_s(form.cost, form.path)
+
+    def run_plain_at_once(
+        self, form: PlainForm, numbers: Tensor, query: Tensor, key: Tensor, value: Tensor, estimated_s: float
+    ) -> Tensor | None:
+        """The context of a problem of a plain form, after ``may_run_at_once``; None where it needs ``begin``."""
+        assert self._engine is not None
+        self._spent_s += estimated_s
+        return self._engine.plain_context(form, numbers, query, key, value)
+
+    def _run_at_once(self, prepared: Prepared, needed_bytes: int, estimated_s: float) -> Outcome | None:
+        """None after a mistake that nobody foresaw: the engine's own threads know what to do about it."""
+        assert self._engine is not None
+        self._spent_s += estimated_s
+        began = self._clock()
+        try:
+            (outcome,) = self._engine.run([prepared])
+        except Exception as error:
+            log.warning("not computed at once: %s", type(error).__name__)
+            return None
+        if isinstance(outcome, AttentionError):
+            return outcome
+        assert isinstance(outcome, AttentionResult)
+        return Answer(
+            result=outcome,
+            needed_bytes=needed_bytes,
+            queue_s=0.0,
+            compute_s=self._clock() - began,
+            batch_requests=1,
+        )
+
+
+class Waiting:
+    """One problem in the queue or with the engine: its place, its memory and its deadline, until ``end``."""
+
+    def __init__(self, pending: Pending, queue: RequestQueue, admission: Admission) -> None:
+        self._pending = pending
+        self._queue = queue
+        self._admission = admission
+        self._is_over = self._was_waiting = False
+        self._timer = asyncio.get_running_loop().call_later(
+            max(0.0, pending.deadline.remaining_s), self._deadline_passed
+        )
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the engine may still read the tensors of a problem that was given up."""
+        return self._is_over and not self._was_waiting and not self._pending.is_computed
+
+    def end(self) -> None:
+        """Nobody waits any more, or the answer is there: free the place, and stop the engine at its next block."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._timer.cancel()
+        self._pending.is_abandoned = True
+        self._was_waiting = not self._pending.is_computed and self._queue.discard(self._pending)
+        self._admission.release_memory(self._pending.needed_bytes)
+
+    def _deadline_passed(self) -> None:
+        if self._is_over or self._pending.is_computed:
+            return
+        deliver = self._pending.deliver
+        self.end()
+        deliver(DeadlinePassed("the deadline passed before the answer was there"))

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from attn_core.errors import Fault
 
-REFUSAL_REASONS = ("requests", "bytes", "queue_full", "unavailable", "draining", "body", "memory")
+REFUSAL_REASONS = (
+    "requests", "bytes", "queue_full", "wait", "memory_in_use", "unavailable", "draining", "body", "memory", "deadline",
+)  # fmt: skip
 """Every ``reason`` for which work is refused unread or unqueued; a label of a metric."""
 
 
@@ -76,4 +78,8 @@ class Draining(Unavailable):
 
 
 class DeadlinePassed(ServiceError):
-    """The request's time was over before its answer was there."""
+    """The request's time was over before its answer was there, or ``at_once``: it would be."""
+
+    def __init__(self, message: str, *, at_once: bool = False) -> None:
+        self.at_once = at_once
+        super().__init__(message)

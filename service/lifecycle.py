@@ -7,7 +7,7 @@ import enum
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -32,8 +32,8 @@ class Lifecycle:
     def __init__(self) -> None:
         self.state = State.STARTING
         self._moving = threading.Lock()
-        self._inside: set[asyncio.Task[object]] = set()
-        self._given_up: set[asyncio.Task[object]] = set()
+        self._inside: dict[object, Callable[[], object]] = {}
+        self._given_up: set[object] = set()
         self._stop_asked = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -62,20 +62,40 @@ class Lifecycle:
             self.state = state
             return True
 
+    def check_open(self) -> None:
+        """Raises: Draining, Unavailable when nothing new is taken."""
+        if self.state is State.READY:
+            return
+        if self.state in (State.DRAINING, State.STOPPED):
+            raise Draining("the server is draining and takes no new work")
+        raise Unavailable(f"the server is not ready: {self.state.value}")
+
+    def enter(self, request: object, give_up: Callable[[], object]) -> None:
+        """Be inside, so that a drain waits; ``give_up`` is called when it waits no longer.
+
+        Raises: Draining, Unavailable when nothing new is taken.
+        """
+        self.check_open()
+        assert request not in self._inside
+        self._inside[request] = give_up
+        self._idle.clear()
+
+    def leave(self, request: object) -> None:
+        """Be outside; a second time changes nothing."""
+        self._inside.pop(request, None)
+        self._given_up.discard(request)
+        if not self._inside:
+            self._idle.set()
+
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Be inside, in the task of one request, so that a drain waits.
+        """Be inside, in the task of one request.
 
         Raises: Draining, Unavailable when nothing new is taken; Draining when a drain gives the request up.
         """
-        if self.state in (State.DRAINING, State.STOPPED):
-            raise Draining("the server is draining and takes no new work")
-        if self.state is not State.READY:
-            raise Unavailable(f"the server is not ready: {self.state.value}")
         task = asyncio.current_task()
-        assert task is not None and task not in self._inside
-        self._inside.add(task)
-        self._idle.clear()
+        assert task is not None
+        self.enter(task, task.cancel)
         try:
             yield
         except asyncio.CancelledError:
@@ -83,10 +103,7 @@ class Lifecycle:
                 raise Draining("the server stops and its drain's limit is over") from None
             raise
         finally:
-            self._inside.discard(task)
-            self._given_up.discard(task)
-            if not self._inside:
-                self._idle.set()
+            self.leave(task)
 
     def listen_for_signals(self) -> None:
         """SIGTERM and SIGINT ask for a stop; a second one changes nothing, the drain has its limit."""
@@ -127,9 +144,10 @@ class Lifecycle:
         except TimeoutError:
             log.error("the drain's limit of %g s is over: %d requests are given up", timeout_s, self.inside)
             self._given_up = set(self._inside)
-            for task in self._given_up:
-                task.cancel()
-            return len(self._given_up)
+            given_up = len(self._inside)
+            for give_up in list(self._inside.values()):
+                give_up()
+            return given_up
         await asyncio.sleep(max(0.0, notice_s - (loop.time() - began)))
         return 0
 

@@ -13,23 +13,33 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp
+from uvicorn.server import ServerState
 
-from attn_core.engine import Engine, estimate
+from attn_core.engine import Engine
+from attn_core.prepared import prepare
 from service import host as machine
 from service.admission import Admission
 from service.attend import Attend
 from service.batcher import Batcher
-from service.doors.http_protocol import http_protocol
+from service.calibration import measure_rates
+from service.deliveries import Deliveries
+from service.doors.asgi_protocol import AsgiProtocol
+from service.doors.binary import BinaryDoor
+from service.doors.http_protocol import HttpProtocol
+from service.doors.receive_buffers import LANDING_BYTES, ReceiveBuffer, ReceiveBuffers
 from service.doors.rest import Parts, RestLimits, build_app
 from service.lifecycle import Lifecycle
+from service.pace import Pace
 from service.request_queue import RequestQueue
 from service.settings import Settings
 from service.telemetry import Metrics, set_up_logging
+from service.wire.plain_recipes import PlainRecipes
 from service.wire.requests import ReadLimits
 from service.wire.tensors import Limits
 
@@ -39,6 +49,9 @@ BUDGET_SHARE = 0.8
 """The share of free memory that one problem may need where no budget is set."""
 ENGINE_STOP_S = 2.0
 BACKLOG = 2048
+MAX_FREE_BUFFER_BYTES = 64 * 2**20
+SWITCH_INTERVAL_S = 1e-3
+"""How long a thread may keep the interpreter while another waits; an engine's thread needs it after each kernel."""
 LAST_REQUESTS_S = 0.1
 """Between the port's end and that of idle connections: one just accepted still gets its answer."""
 
@@ -57,6 +70,8 @@ def service_version() -> str:
 def serve(settings: Settings) -> int:
     """Run until SIGTERM or SIGINT; 0 when nothing accepted was lost. Raises: StartError."""
     set_up_logging(level=settings.log_level, as_json=settings.log_format == "json")
+    machine.keep_freed_memory()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     device = choose_device(settings.device)
     listener = listen(settings.host, settings.port)
     code, engine_ended = uvloop.run(_serve(settings, device, listener))
@@ -112,58 +127,141 @@ class Composition:
     """The parts of one service, joined and not yet started."""
 
     app: ASGIApp
+    door: BinaryDoor
     lifecycle: Lifecycle
+    queue: RequestQueue
     batcher: Batcher
     admission: Admission
     metrics: Metrics
 
 
-def compose(settings: Settings, device: torch.device, *, make_engine: Callable[[], Engine]) -> Composition:
-    """Join the parts as the settings say. To be called in the event loop that will serve."""
-    lifecycle, metrics = Lifecycle(), Metrics()
-    queue = RequestQueue(max_requests=settings.max_queue_requests)
+def compose(
+    settings: Settings,
+    device: torch.device,
+    *,
+    make_engine: Callable[[], Engine],
+    make_loop_engine: Callable[[], Engine] | None = None,
+    num_workers: int = 1,
+    measure: Callable[[Engine], tuple[float, dict[str, float]]] | None = measure_rates,
+) -> Composition:
+    """Join the parts as the settings say. To be called in the event loop that will serve.
+
+    ``make_engine`` is called in each thread of the engine; ``make_loop_engine`` makes the one for what the loop itself
+    computes, none of which it does without. ``num_workers`` share the small problems; from two on, the large
+    ones have a worker besides.
+    """
+    loop = asyncio.get_running_loop()
+    lifecycle, metrics, pace = Lifecycle(), Metrics(), Pace()
+    has_large_worker = num_workers > 1
+    queue = RequestQueue(
+        max_requests=settings.max_queue_requests, num_small_workers=num_workers, has_large_worker=has_large_worker
+    )
     allowed_bytes = _allowed_bytes(settings, device)
     admission = Admission(
         max_requests=settings.max_requests_inside,
         max_body_bytes_inside=settings.max_body_bytes_inside,
         allowed_bytes=allowed_bytes,
+        max_wait_s=settings.max_wait_s,
     )
     metrics.queue_depth.set_function(lambda: len(queue))
     metrics.watch_memory(functools.partial(_memory_by_kind, device))
-    batcher = Batcher(make_engine=make_engine, queue=queue, on_ready=lifecycle.mark_ready, on_lost=lifecycle.mark_lost)
+
+    def on_lost(error: BaseException) -> None:
+        lifecycle.mark_lost(error)
+        with contextlib.suppress(RuntimeError):
+            # A device that is lost stays lost for this process: another one may find it again.
+            loop.call_soon_threadsafe(lifecycle.ask_to_stop)
+
+    batcher = Batcher(
+        make_engine=make_engine,
+        queue=queue,
+        deliveries=Deliveries(loop),
+        pace=pace,
+        allowed_bytes=allowed_bytes,
+        on_ready=lifecycle.mark_ready,
+        on_lost=on_lost,
+        num_small_workers=num_workers,
+        has_large_worker=has_large_worker,
+        measure=measure,
+    )
+    attend = Attend(
+        admission=admission,
+        queue=queue,
+        pace=pace,
+        prepare=functools.partial(prepare, device_type=device.type),
+        engine=None if make_loop_engine is None else make_loop_engine(),
+    )
+    limits = RestLimits(
+        read=ReadLimits(
+            tensors=Limits(max_tensor_elements=settings.max_tensor_elements, max_axis=settings.max_axis),
+            max_timeout_s=settings.max_timeout_s,
+        ),
+        max_body_bytes=settings.max_body_bytes,
+        max_json_bytes=settings.max_json_bytes,
+        write_timeout_s=settings.write_timeout_s,
+        default_timeout_s=settings.request_timeout_s,
+        max_queue_requests=settings.max_queue_requests,
+        memory_bytes=allowed_bytes,
+    )
     app = build_app(
         Parts(
-            attend=Attend(
-                admission=admission, queue=queue, estimate=functools.partial(estimate, device_type=device.type)
-            ),
+            attend=attend,
             admission=admission,
             lifecycle=lifecycle,
             metrics=metrics,
-            limits=RestLimits(
-                read=ReadLimits(
-                    tensors=Limits(max_tensor_elements=settings.max_tensor_elements, max_axis=settings.max_axis),
-                    max_timeout_s=settings.max_timeout_s,
-                ),
-                max_body_bytes=settings.max_body_bytes,
-                max_json_bytes=settings.max_json_bytes,
-                write_timeout_s=settings.write_timeout_s,
-                default_timeout_s=settings.request_timeout_s,
-                max_queue_requests=settings.max_queue_requests,
-                memory_bytes=allowed_bytes,
-            ),
+            limits=limits,
             version=service_version(),
             device=str(device),
         )
     )
-    return Composition(app=app, lifecycle=lifecycle, batcher=batcher, admission=admission, metrics=metrics)
+    door = BinaryDoor(
+        attend=attend,
+        admission=admission,
+        lifecycle=lifecycle,
+        metrics=metrics,
+        limits=limits,
+        buffers=ReceiveBuffers(max_free_bytes=MAX_FREE_BUFFER_BYTES),
+        recipes=PlainRecipes(device=str(device)),
+    )
+    return Composition(
+        app=app, door=door, lifecycle=lifecycle, queue=queue, batcher=batcher, admission=admission, metrics=metrics
+    )
 
 
-def make_server(app: ASGIApp, settings: Settings) -> uvicorn.Server:
+def make_server(parts: Composition, settings: Settings) -> uvicorn.Server:
     """uvicorn around the app; the caller hands it a listener, and says when to stop by ``should_exit``."""
+    landing = ReceiveBuffer(LANDING_BYTES)
+
+    def make_protocol(
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> HttpProtocol:
+        def make_asgi(binary: HttpProtocol) -> AsgiProtocol:
+            return AsgiProtocol(
+                config=config,
+                server_state=server_state,
+                app_state=app_state,
+                _loop=_loop,
+                head_timeout_s=settings.head_timeout_s,
+                give_back=binary.take_back,
+            )
+
+        return HttpProtocol(
+            parts.door,
+            landing=landing,
+            make_asgi=make_asgi,
+            server_state=server_state,
+            loop=_loop or asyncio.get_running_loop(),
+            head_timeout_s=settings.head_timeout_s,
+            keep_alive_s=settings.keep_alive_s,
+        )
+
     return _Server(
         uvicorn.Config(
-            app,
-            http=http_protocol(head_timeout_s=settings.head_timeout_s),
+            parts.app,
+            http=make_protocol,  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             access_log=False,
@@ -177,9 +275,18 @@ def make_server(app: ASGIApp, settings: Settings) -> uvicorn.Server:
 
 
 async def _serve(settings: Settings, device: torch.device, listener: socket.socket) -> tuple[int, bool]:
-    threads = settings.torch_threads or machine.usable_cores()
-    parts = compose(settings, device, make_engine=lambda: Engine(device=device, max_threads=threads))
-    lifecycle, server = parts.lifecycle, make_server(parts.app, settings)
+    cores = machine.usable_cores()
+    threads = settings.torch_threads or cores
+    on_cpu = device.type == "cpu"
+    parts = compose(
+        settings,
+        device,
+        make_engine=lambda: Engine(device=device, max_threads=threads),
+        make_loop_engine=(lambda: Engine(device=device, max_threads=1)) if on_cpu else None,
+        # One core still has two workers: a large problem must not hold up the small ones.
+        num_workers=max(2, cores) if on_cpu else 1,
+    )
+    lifecycle, server = parts.lifecycle, make_server(parts, settings)
     lifecycle.listen_for_signals()
     parts.batcher.start()
     host, port = listener.getsockname()[:2]
@@ -202,11 +309,12 @@ async def _serve(settings: Settings, device: torch.device, listener: socket.sock
     server.should_exit = True
     await serving
     unsent = len(server.server_state.connections)
+    is_lost = parts.batcher.is_lost
     lifecycle.mark_stopped()
     lifecycle.ignore_signals()
     engine_ended = await asyncio.to_thread(parts.batcher.stop, ENGINE_STOP_S)
     log.info("stopped", extra={"fields": {"given_up_requests": given_up, "unsent_answers": unsent}})
-    return (1 if given_up or unsent else 0), engine_ended
+    return (1 if given_up or unsent or is_lost else 0), engine_ended
 
 
 def _allowed_bytes(settings: Settings, device: torch.device) -> Callable[[], int]:

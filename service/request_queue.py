@@ -1,17 +1,19 @@
-"""Pending problems, first come first served, each with its future and deadline; bounded."""
+"""Pending problems of every door, in two lanes, each with its deadline and with whom to tell; bounded."""
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import threading
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from attn_core.problem import AttentionProblem, AttentionResult, WeightedSumProblem
+from attn_core.batching.plan import Budget, Ride, plan, share_of
+from attn_core.prepared import Prepared
+from attn_core.problem import AttentionResult
 from service.deadline import Deadline
 from service.errors import Draining, Overloaded
-
-Problem = AttentionProblem | WeightedSumProblem
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,72 +27,133 @@ class Answer:
     batch_requests: int
 
 
+Outcome = Answer | BaseException
+
+
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A problem on its way. The future belongs to the event loop; the engine's thread only reports to it."""
+    """A problem on its way. ``deliver`` is called once, in the event loop; ``is_abandoned`` is read by the engine.
 
-    problem: Problem
+    ``held`` keeps alive what the tensors lie in.
+    """
+
+    prepared: Prepared
     deadline: Deadline
-    future: asyncio.Future[Answer]
+    deliver: Callable[[Outcome], None]
     enqueued_at: float
     needed_bytes: int
+    estimated_s: float = 0.0
+    held: Any = None
+    is_abandoned: bool = False
+    is_computed: bool = False
+    ride: Ride = field(init=False)
 
-    def deliver(self, outcome: Answer | BaseException) -> None:
-        """Answer from any thread. An answer that nobody waits for any more is dropped."""
-        try:
-            self.future.get_loop().call_soon_threadsafe(self._set, outcome)
-        except RuntimeError:
-            # The loop has closed: the process is at its end and the caller is gone.
-            return
-
-    def _set(self, outcome: Answer | BaseException) -> None:
-        if self.future.done():
-            return
-        if isinstance(outcome, BaseException):
-            self.future.set_exception(outcome)
-        else:
-            self.future.set_result(outcome)
+    def __post_init__(self) -> None:
+        self.ride = Ride.of(self.prepared)
 
 
 class RequestQueue:
-    """Holds at most ``max_requests`` waiting problems; the one being computed is not among them."""
+    """Holds at most ``max_requests`` waiting problems; those being computed are not among them.
 
-    def __init__(self, *, max_requests: int) -> None:
+    Put and discard in the event loop, take in the engine's threads. ``num_small_workers`` share the small lane; the
+    large one has a worker of its own, or is served by the only worker there is.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_requests: int,
+        budget: Budget | None = None,
+        num_small_workers: int = 1,
+        has_large_worker: bool = False,
+    ) -> None:
         self.max_requests = max_requests
-        self._waiting: deque[Pending] = deque()
-        self._changed = threading.Condition()
+        self._budget = budget or Budget()
+        self._num_small_workers = num_small_workers
+        self._small: deque[Pending] = deque()
+        self._large: deque[Pending] = deque()
+        self._lock = threading.Lock()
+        # Who serves small ones only must not be woken for a large one in another's stead.
+        self._small_came = threading.Condition(self._lock)
+        self._large_came = threading.Condition(self._lock) if has_large_worker else self._small_came
         self._closed = False
+        self._waiting_s = {True: 0.0, False: 0.0}
+        self._running_s = {True: 0.0, False: 0.0}
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._small) + len(self._large)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._small and not self._large
+
+    def wait_s(self, *, is_large: bool) -> float:
+        """The estimated time until one more of its lane would begin: what waits and runs there, over its workers."""
+        workers = 1 if is_large else self._num_small_workers
+        return (self._waiting_s[is_large] + self._running_s[is_large]) / workers
 
     def put(self, pending: Pending) -> None:
         """Add one. Raises: Overloaded when the queue is full, Draining when it is closed."""
-        with self._changed:
+        is_large = pending.ride.is_large
+        with self._lock:
             if self._closed:
                 raise Draining("the server stops and takes no new work")
-            if len(self._waiting) >= self.max_requests:
+            if len(self) >= self.max_requests:
                 raise Overloaded(f"{self.max_requests} requests are waiting already", reason="queue_full")
-            self._waiting.append(pending)
-            self._changed.notify()
+            (self._large if is_large else self._small).append(pending)
+            self._waiting_s[is_large] += pending.estimated_s
+            (self._large_came if is_large else self._small_came).notify()
 
-    def discard(self, pending: Pending) -> None:
-        """Give up the place of one that nobody waits for any more, if it is still waiting."""
-        with self._changed:
-            if pending in self._waiting:
-                self._waiting.remove(pending)
+    def discard(self, pending: Pending) -> bool:
+        """Give up the place of one that nobody waits for any more; whether it was still waiting."""
+        lane = self._large if pending.ride.is_large else self._small
+        with self._lock:
+            try:
+                lane.remove(pending)
+            except ValueError:
+                return False
+            self._count(lane is self._large, waiting_s=-pending.estimated_s)
+            return True
 
-    def take(self) -> Pending | None:
-        """The first one; waits for one. None once the queue is closed and empty."""
-        with self._changed:
-            while not self._waiting:
+    def take(self, *, small: bool = True, large: bool = True, after_small: bool = False) -> list[Pending] | None:
+        """The next batch of the lanes that a worker serves; waits for one. None once these are closed and empty."""
+        came = self._small_came if small else self._large_came
+        with self._lock:
+            while True:
+                rides = [one.ride for one in itertools.islice(self._small, self._share)] if small else []
+                larges = [self._large[0].ride] if large and self._large else []
+                count, is_large = plan(rides, larges, self._budget, after_small=after_small)
+                if count:
+                    return self._taken(self._large if is_large else self._small, count)
                 if self._closed:
                     return None
-                self._changed.wait()
-            return self._waiting.popleft()
+                came.wait()
+
+    def done(self, batch: Sequence[Pending]) -> None:
+        """What was taken is computed, or given up."""
+        with self._lock:
+            for pending in batch:
+                self._count(pending.ride.is_large, running_s=-pending.estimated_s)
 
     def close(self) -> None:
         """Take nothing new to wait for; those waiting are still handed out."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            self._small_came.notify_all()
+            self._large_came.notify_all()
+
+    @property
+    def _share(self) -> int:
+        return share_of(len(self._small), self._num_small_workers, self._budget)
+
+    def _taken(self, lane: deque[Pending], count: int) -> list[Pending]:
+        batch = [lane.popleft() for _ in range(count)]
+        estimated_s = sum(pending.estimated_s for pending in batch)
+        self._count(lane is self._large, waiting_s=-estimated_s, running_s=estimated_s)
+        return batch
+
+    def _count(self, is_large: bool, *, waiting_s: float = 0.0, running_s: float = 0.0) -> None:
+        # Sums of floats drift: an empty lane waits for nothing.
+        lane = self._large if is_large else self._small
+        self._waiting_s[is_large] = self._waiting_s[is_large] + waiting_s if lane else 0.0
+        self._running_s[is_large] = max(0.0, self._running_s[is_large] + running_s)

@@ -53,6 +53,7 @@ class Metrics:
         )
         self.ready = Gauge("attn_ready", "1 while the service takes work.", **new)
         # Looked up once: labels() costs more than the increment.
+        self._paths: dict[str, Any] = {}
         self._stages = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
 
     def prepare(self, *, routes: Iterable[str], paths: Iterable[str], reasons: Iterable[str]) -> None:
@@ -68,6 +69,34 @@ class Metrics:
     def observe_stages(self, seconds: dict[str, float]) -> None:
         for stage, value in seconds.items():
             self._stages[stage].observe(value)
+
+    def plain_answered(
+        self,
+        *,
+        parse_s: float,
+        compute_s: float,
+        encode_s: float,
+        received_bytes: int,
+        sent_bytes: int,
+        path: str,
+        flops: int,
+    ) -> None:
+        """Count a request that was answered where it was read: everything but its outcome and its time."""
+        stages = self._stages
+        stages["parse"].observe(parse_s)
+        stages["compute"].observe(compute_s)
+        stages["encode"].observe(encode_s)
+        self.bytes_in.inc(received_bytes)
+        self.bytes_out.inc(sent_bytes)
+        self.flops.inc(flops)
+        self._path(path).inc()
+        self.batch_requests.observe(1)
+
+    def _path(self, path: str) -> Any:
+        series = self._paths.get(path)
+        if series is None:
+            series = self._paths[path] = self.paths.labels(path)
+        return series
 
     def watch_memory(self, read: Callable[[], dict[str, float]]) -> None:
         """Report the device's memory, by kind, at each scrape."""

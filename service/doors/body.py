@@ -65,13 +65,14 @@ def negotiate(headers: Mapping[str, str]) -> Negotiated:
         raise MediaTypeNotServed(f"the content encoding must be {fault.expected}", faults=[fault])
     return Negotiated(
         request_form=request_form,
-        answer_form=_answer_form(headers.get("accept"), request_form),
+        answer_form=answer_form(headers.get("accept"), request_form),
         body_is_gzipped=encoding.endswith("gzip"),
-        accepts_gzip=_accepts_gzip(headers.get("accept-encoding", "")),
+        accepts_gzip=accepts_gzip(headers.get("accept-encoding", "")),
     )
 
 
-def _answer_form(accept: str | None, request_form: str) -> str:
+def answer_form(accept: str | None, request_form: str) -> str:
+    """The form that ``Accept`` asks for, else the request's. Raises: NotAcceptable."""
     if accept is None or not accept.strip():
         return request_form
     ranges = _weighted(accept)
@@ -89,7 +90,8 @@ def _answer_form(accept: str | None, request_form: str) -> str:
     return max(choices)[3]
 
 
-def _accepts_gzip(header: str) -> bool:
+def accepts_gzip(header: str) -> bool:
+    """Whether an ``Accept-Encoding`` lets the answer be gzipped."""
     qualities = dict(_weighted(header))
     return qualities.get("gzip", qualities.get("x-gzip", qualities.get("*", 0.0))) > 0
 

@@ -12,7 +12,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -23,9 +23,11 @@ from service.telemetry import OTHER_ROUTE, STAGES, Metrics
 
 log = logging.getLogger("attn.request")
 
-_GOOD_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+GOOD_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 ABORT_EXTENSION = "attn.abort"
 """The ASGI extension that ends a connection at once, whatever is still to be sent."""
+LOST_EXTENSION = "attn.lost"
+"""The ASGI extension that tells of a connection that is lost while its request is inside."""
 LINGER_S = 2.0
 LINGER_BYTES = 8 * 2**20
 SMALL_REST_BYTES = 64 * 1024
@@ -36,13 +38,28 @@ class NotRead(Exception):
     """The client does not read its answer."""
 
 
+class ClientLost:
+    """Told once that the client is gone; whoever asked for it is called."""
+
+    def __init__(self) -> None:
+        self.is_told = False
+        self._call: Callable[[], object] | None = None
+
+    def on_lost(self, call: Callable[[], object] | None) -> None:
+        self._call = call
+
+    def tell(self) -> None:
+        self.is_told = True
+        if self._call is not None:
+            self._call()
+
+
 class Exchange:
     """One request and its answer, as far as they have come."""
 
-    def __init__(self, scope: Scope) -> None:
-        headers: dict[bytes, bytes] = dict(scope["headers"])
+    def __init__(self, headers: Mapping[bytes, bytes]) -> None:
         sent = headers.get(b"x-request-id", b"")
-        self.request_id = sent.decode() if _GOOD_ID.fullmatch(sent) else uuid.uuid4().hex
+        self.request_id = sent.decode() if GOOD_ID.fullmatch(sent) else uuid.uuid4().hex
         self.began = time.monotonic()
         self.stages: dict[str, float] = {}
         self.outcome = "ok"
@@ -95,7 +112,7 @@ class ExchangeLayer:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(scope)
+        exchange = Exchange(dict(scope["headers"]))
         scope["attn.exchange"] = exchange
         started = False
 
@@ -158,27 +175,31 @@ class ExchangeLayer:
         log.info("not HTTP", extra={"fields": {"route": OTHER_ROUTE, "outcome": outcome}})
 
     def _record(self, scope: Scope, exchange: Exchange) -> None:
-        metrics, path = self._metrics, scope["path"]
-        route = path if path in self._routes else OTHER_ROUTE
-        elapsed = time.monotonic() - exchange.began
-        metrics.requests.labels(route, exchange.outcome).inc()
-        metrics.request_seconds.labels(route).observe(elapsed)
-        metrics.observe_stages(exchange.stages)
-        metrics.bytes_in.inc(exchange.received_bytes)
-        metrics.bytes_out.inc(exchange.sent_bytes)
-        level = logging.DEBUG if exchange.status < 400 else logging.INFO if exchange.status < 500 else logging.WARNING
-        if log.isEnabledFor(level):
-            fields = {
-                "request_id": exchange.request_id,
-                "method": scope["method"],
-                "route": route,
-                "status": exchange.status,
-                "outcome": exchange.outcome,
-                "elapsed_ms": round(elapsed * 1e3, 3),
-                "received_bytes": exchange.received_bytes,
-                "sent_bytes": exchange.sent_bytes,
-            }
-            log.log(level, "%s %s %d", scope["method"], route, exchange.status, extra={"fields": fields})
+        route = scope["path"] if scope["path"] in self._routes else OTHER_ROUTE
+        record(self._metrics, scope["method"], route, exchange)
+
+
+def record(metrics: Metrics, method: str, route: str, exchange: Exchange) -> None:
+    """Count a request that is over, and log it."""
+    elapsed = time.monotonic() - exchange.began
+    metrics.requests.labels(route, exchange.outcome).inc()
+    metrics.request_seconds.labels(route).observe(elapsed)
+    metrics.observe_stages(exchange.stages)
+    metrics.bytes_in.inc(exchange.received_bytes)
+    metrics.bytes_out.inc(exchange.sent_bytes)
+    level = logging.DEBUG if exchange.status < 400 else logging.INFO if exchange.status < 500 else logging.WARNING
+    if log.isEnabledFor(level):
+        fields = {
+            "request_id": exchange.request_id,
+            "method": method,
+            "route": route,
+            "status": exchange.status,
+            "outcome": exchange.outcome,
+            "elapsed_ms": round(elapsed * 1e3, 3),
+            "received_bytes": exchange.received_bytes,
+            "sent_bytes": exchange.sent_bytes,
+        }
+        log.log(level, "%s %s %d", method, route, exchange.status, extra={"fields": fields})
 
 
 async def _abort(scope: Scope) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,20 +15,20 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from attn_core.cost import Cost
-from attn_core.errors import Fault, TooLarge
+from attn_core.errors import Fault
+from attn_core.prepared import Prepared
 from attn_core.problem import OUTPUTS
 from attn_core.support import PATHS
-from attn_core.validate import dtype_text
 from service.admission import Admission, BytePermit
 from service.attend import Attend
 from service.deadline import Deadline
 from service.doors import health, openapi
+from service.doors.answers import count_answer, gzipped, info_of, is_worth_gzip, refusal_reason
 from service.doors.body import Disconnected, Negotiated, joined_headers, negotiate, parameter_faults, read_body
-from service.doors.exchange import Exchange, ExchangeLayer
+from service.doors.exchange import LOST_EXTENSION, ClientLost, Exchange, ExchangeLayer
 from service.doors.problem_details import MEDIA_TYPE as PROBLEM_MEDIA_TYPE
 from service.doors.problem_details import describe
-from service.errors import REFUSAL_REASONS, BodyTooLarge, MethodNotServed, NotFound, Overloaded, Unavailable
+from service.errors import REFUSAL_REASONS, MethodNotServed, NotFound
 from service.lifecycle import Lifecycle
 from service.request_queue import Answer
 from service.telemetry import Metrics
@@ -44,11 +43,6 @@ TEXT_FACTOR = 4
 SHORT_ANSWER_BYTES = 64 * 1024
 SLICE_BYTES = 2**20
 """A longer answer leaves in slices, each of which its reader must take within the time for writing."""
-GZIP_FROM_BYTES = 1024
-GZIP_LEVEL = 1
-GZIP_SAMPLE_BYTES = 8 * 1024
-GZIP_WORTH = 0.8
-"""An answer is gzipped when a sample of it shrinks to this share or less; most float32 numbers do not."""
 
 
 T = TypeVar("T")
@@ -164,6 +158,12 @@ def exchange_of(request: Request) -> Exchange:
     return exchange
 
 
+def _client_lost(request: Request) -> ClientLost:
+    """What tells of a lost connection; nothing does where another server runs the app."""
+    lost: ClientLost = request.scope.get("extensions", {}).get(LOST_EXTENSION) or ClientLost()
+    return lost
+
+
 def refusal(request: Request, error: BaseException) -> Response:
     """An error as its answer."""
     exchange = exchange_of(request)
@@ -196,16 +196,28 @@ class _RestDoor:
 
     def _endpoint(self, call: Call) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
+            lost = _client_lost(request)
+            task = asyncio.current_task()
+            assert task is not None
+            lost.on_lost(task.cancel)
             try:
                 return await self._serve(request, call)
             except Disconnected:
                 exchange_of(request).outcome = "disconnected"
                 return Response(status_code=400)
+            except asyncio.CancelledError:
+                if not lost.is_told or task.uncancel():
+                    raise
+                exchange_of(request).outcome = "disconnected"
+                return Response(status_code=400)
             except Exception as error:
-                reason = _refusal_reason(error)
+                reason = refusal_reason(error)
                 if reason is not None:
                     self._parts.metrics.refused.labels(reason).inc()
                 return refusal(request, error)
+            finally:
+                # The answer that is being sent notices by itself.
+                lost.on_lost(None)
 
         return endpoint
 
@@ -233,10 +245,10 @@ class _RestDoor:
             if decoded.timeout_s is not None:
                 deadline = Deadline(exchange.began + decoded.timeout_s)
             answer = await parts.attend.attend(
-                decoded.problem, deadline, answer_bytes=functools.partial(_answer_bytes, decoded, forms)
+                decoded.problem, deadline, answer_bytes=functools.partial(_answer_bytes, decoded, forms), held=body
             )
             exchange.stages |= {"queue": answer.queue_s, "compute": answer.compute_s}
-            self._count(answer)
+            count_answer(parts.metrics, answer)
             with exchange.stage("encode"):
                 pieces, more_headers = await self._encode(answer, decoded, forms, deadline)
             response = PiecesResponse(pieces, forms.answer_form, more_headers, held=inside.pop_all())
@@ -284,9 +296,9 @@ class _RestDoor:
             size = sum(tensor.nbytes for tensor in outputs.values())
             pieces = write() if size < LONG_TEXT_BYTES else await self._off_loop(write, deadline)
         headers = {"vary": "Accept, Accept-Encoding"}
-        if forms.accepts_gzip and _is_worth_gzip(pieces):
+        if forms.accepts_gzip and is_worth_gzip(pieces):
             size = sum(len(piece) for piece in pieces)
-            squeeze = functools.partial(_gzip, pieces)
+            squeeze = functools.partial(gzipped, pieces)
             pieces = [squeeze() if size < LONG_TEXT_BYTES else await self._off_loop(squeeze, deadline)]
             headers["content-encoding"] = "gzip"
         return pieces, headers
@@ -295,14 +307,6 @@ class _RestDoor:
         """Run in the text threads what would hold up the event loop. Raises: DeadlinePassed; the work ends alone."""
         future = asyncio.get_running_loop().run_in_executor(self._text_pool, work)
         return await deadline.wait_for(future)
-
-    def _count(self, answer: Answer) -> None:
-        metrics, result = self._parts.metrics, answer.result
-        metrics.paths.labels(result.path).inc()
-        metrics.flops.inc(result.flops)
-        metrics.batch_requests.observe(answer.batch_requests)
-        metrics.empty_rows.inc(result.empty_rows)
-        metrics.nonfinite_rows.inc(result.nonfinite_rows)
 
     async def _describe_service(self) -> dict[str, Any]:
         limits = self._parts.limits
@@ -329,54 +333,10 @@ class _RestDoor:
         }
 
 
-def _refusal_reason(error: Exception) -> str | None:
-    """Why work was refused that could have been done at another time, in another size or elsewhere."""
-    match error:
-        case Overloaded() | Unavailable():
-            return error.reason
-        case BodyTooLarge():
-            return "body"
-        case TooLarge():
-            return "memory"
-    return None
-
-
-def info_of(answer: Answer) -> dict[str, Any]:
-    """How an answer came about, as callers read it."""
-    result = answer.result
-    return {
-        "path": result.path,
-        "why": result.why,
-        "device": result.device,
-        "dtype": dtype_text(result.dtype),
-        "queue_ms": round(answer.queue_s * 1e3, 3),
-        "compute_ms": round(answer.compute_s * 1e3, 3),
-        "batch_requests": answer.batch_requests,
-        "empty_rows": result.empty_rows,
-        "nonfinite_rows": result.nonfinite_rows,
-        "peak_bytes": answer.needed_bytes,
-        "flops": result.flops,
-    }
-
-
-def _answer_bytes(decoded: DecodedRequest, forms: Negotiated, cost: Cost) -> int:
+def _answer_bytes(decoded: DecodedRequest, forms: Negotiated, prepared: Prepared) -> int:
     """What the written answer takes besides the outputs themselves: nothing where their memory is sent as it is."""
     if forms.answer_form == safetensors_format.MEDIA_TYPE:
         return 0
     first = decoded.problem.tensors()
     itemsize = next(iter(first.values())).dtype.itemsize
-    return json_format.text_bytes(cost.output_bytes, itemsize, decoded.encoding)
-
-
-def _is_worth_gzip(pieces: list[bytes | memoryview]) -> bool:
-    if sum(len(piece) for piece in pieces) < GZIP_FROM_BYTES:
-        return False
-    longest = max(pieces, key=len)
-    middle = len(longest) // 2
-    sample = longest[middle : middle + GZIP_SAMPLE_BYTES] if len(longest) > 2 * GZIP_SAMPLE_BYTES else longest
-    return len(zlib.compress(sample, GZIP_LEVEL)) <= GZIP_WORTH * len(sample)
-
-
-def _gzip(pieces: list[bytes | memoryview]) -> bytes:
-    squeeze = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, 31)
-    return b"".join([*(squeeze.compress(piece) for piece in pieces), squeeze.flush()])
+    return json_format.text_bytes(prepared.cost.output_bytes, itemsize, decoded.encoding)

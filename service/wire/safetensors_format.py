@@ -28,7 +28,7 @@ CODES: dict[str, torch.dtype] = {
     "I64": torch.int64,
     "I32": torch.int32,
 }
-_CODE_OF = {dtype: code for code, dtype in CODES.items()}
+CODE_OF = {dtype: code for code, dtype in CODES.items()}
 # Dtypes of the format that no tensor here may have: named in the refusal, and measured, so that offsets can be checked.
 _FOREIGN_BITS = {"U8": 8, "I8": 8, "I16": 16, "U16": 16, "U32": 32, "U64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "C64": 64}
 
@@ -191,7 +191,7 @@ def encode(outputs: Mapping[str, Tensor], info: Mapping[str, Any]) -> list[bytes
     for name, tensor in outputs.items():
         data = bytes_of(tensor)
         header[name] = {
-            "dtype": _CODE_OF[tensor.dtype],
+            "dtype": CODE_OF[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begin, begin + len(data)],
         }

@@ -1,9 +1,11 @@
-"""What is asked: shapes, formats, connections; the bytes of each request, and the tensor in those of an answer."""
+"""What is asked: sizes, formats, connections; the bytes of each request, and the tensor in those of an answer."""
 
 from __future__ import annotations
 
 import functools
 import json
+import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,13 +15,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.benchmarks.headers import ANSWER_BYTES, HEAD_ALIGNMENT, SHAPE
+from tests.benchmarks.headers import ANSWER_BYTES, HEAD_ALIGNMENT, SHAPE, TEXT_BYTES
 
+Sizes = tuple[int, int, int, int]
+"""``[batch, num_heads, seq_len, head_dim]`` of query, key and value alike."""
 Inputs = tuple[Tensor, Tensor, Tensor]
 
-MAX_REQUESTS = 4
-"""Different requests in one cell; connections share them in turn."""
+MAX_ALIKE_REQUESTS = 4
+"""Different requests of one size in one cell."""
+NUM_MIXED_LENGTHS = 32
+MIXED_LENGTHS = range(17, 257)
+MIXED_SEED = 3
 NAMES = ("query", "key", "value")
+ATTENTION_PATH = "/v1/attention"
 
 
 class NoSuchCell(Exception):
@@ -27,93 +35,137 @@ class NoSuchCell(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """``[batch, num_heads, seq_len, head_dim]`` of query, key and value alike."""
+class Workload:
+    """The sizes of different requests. Each connection goes round all of them and begins at another."""
 
     name: str
-    sizes: tuple[int, int, int, int]
-    connections: tuple[int, ...]
-
-    @property
-    def tensor_bytes(self) -> int:
-        return int(np.prod(self.sizes)) * 4
+    sizes: tuple[Sizes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A way of writing tensors, the same in the request and in the answer."""
+    """A way of writing tensors, the same in the request and in the answer.
+
+    ``encode`` gives what stands before the tensors and the tensors; ``decode`` the context in an answer.
+    """
 
     name: str
     media_type: str
-    encode: Callable[[Inputs], bytes]
-    decode: Callable[[bytes], Tensor]
+    encode: Callable[[Inputs], tuple[bytes, bytes]]
+    decode: Callable[[bytes, Sizes], Tensor]
+    path: str = ATTENTION_PATH
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One line of the table."""
+    """One line of the table. ``is_optional``: measured when named and not otherwise."""
 
-    shape: Shape
+    workload: Workload
     format: Format
     connections: int
+    is_optional: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.shape.name}/{self.format.name}/c{self.connections}"
+        return f"{self.workload.name}/{self.format.name}/c{self.connections}"
 
     @property
-    def num_requests(self) -> int:
-        return min(self.connections, MAX_REQUESTS)
+    def sizes(self) -> tuple[Sizes, ...]:
+        """Of each request that is sent."""
+        return self.workload.sizes[: self.connections]
+
+    @property
+    def tensor_bytes_inside(self) -> int:
+        """Of requests and answers, when each connection has its largest under way."""
+        return self.connections * 4 * max(tensor_bytes(sizes) for sizes in self.sizes)
 
 
-def _encode_safetensors(inputs: Inputs) -> bytes:
-    header, data, at = {}, b"", 0
+def tensor_bytes(sizes: Sizes) -> int:
+    """Of one tensor of these sizes: query, key, value or context."""
+    return math.prod(sizes) * 4
+
+
+def _encode_safetensors(inputs: Inputs) -> tuple[bytes, bytes]:
+    header, at = {}, 0
     for name, tensor in zip(NAMES, inputs, strict=True):
         header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
-        data += tensor.numpy().tobytes()
         at += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + data
+    return len(text).to_bytes(8, "little") + text, join(inputs)
 
 
-def _decode_safetensors(body: bytes) -> Tensor:
+def _decode_safetensors(body: bytes, sizes: Sizes) -> Tensor:
     data_at = 8 + int.from_bytes(body[:8], "little")
     entry = json.loads(body[8:data_at])["context"]
     begin, end = entry["data_offsets"]
     return _tensor(np.frombuffer(body[data_at + begin : data_at + end], "<f4").reshape(entry["shape"]))
 
 
-def _encode_json(inputs: Inputs) -> bytes:
+def _encode_json(inputs: Inputs) -> tuple[bytes, bytes]:
     members = {name: tensor.numpy() for name, tensor in zip(NAMES, inputs, strict=True)}
-    return orjson.dumps(members, option=orjson.OPT_SERIALIZE_NUMPY)
+    return orjson.dumps(members, option=orjson.OPT_SERIALIZE_NUMPY), b""
 
 
-def _decode_json(body: bytes) -> Tensor:
+def _decode_json(body: bytes, sizes: Sizes) -> Tensor:
     return _tensor(np.asarray(orjson.loads(body)["context"], np.float32))
+
+
+def decode_raw(body: bytes, sizes: Sizes) -> Tensor:
+    """An answer that is the context and nothing else."""
+    return _tensor(np.frombuffer(body, "<f4").reshape(sizes))
+
+
+def join(inputs: Inputs) -> bytes:
+    """The numbers of query, key and value, end to end."""
+    return b"".join(tensor.numpy().tobytes() for tensor in inputs)
 
 
 def _tensor(numbers: NDArray[np.float32]) -> Tensor:
     return torch.from_numpy(numbers.copy())
 
 
+def _mixed_sizes() -> tuple[Sizes, ...]:
+    lengths = random.Random(MIXED_SEED).sample(MIXED_LENGTHS, NUM_MIXED_LENGTHS)
+    return tuple((1, 8, length, 64) for length in lengths)
+
+
 SAFETENSORS = Format("safetensors", "application/vnd.safetensors", _encode_safetensors, _decode_safetensors)
 JSON = Format("json", "application/json", _encode_json, _decode_json)
-SHAPES = (
-    Shape("tiny", (1, 4, 16, 32), (1, 8, 32)),
-    Shape("small", (1, 8, 128, 64), (1, 8)),
-    Shape("medium", (1, 8, 512, 64), (1, 8)),
-)
-CELLS = tuple(
-    Cell(shape, form, count) for shape in SHAPES for form in (SAFETENSORS, JSON) for count in shape.connections
+TINY = Workload("tiny", ((1, 4, 16, 32),) * MAX_ALIKE_REQUESTS)
+SMALL = Workload("small", ((1, 8, 128, 64),) * MAX_ALIKE_REQUESTS)
+MEDIUM = Workload("medium", ((1, 8, 512, 64),) * MAX_ALIKE_REQUESTS)
+LARGE = Workload("large", ((1, 16, 2048, 64),) * MAX_ALIKE_REQUESTS)
+MIXED = Workload("mixed", _mixed_sizes())
+# Large comes first, where malloc keeps nothing of other cells: its memory has a goal.
+CELLS = (
+    Cell(LARGE, SAFETENSORS, 1),
+    Cell(TINY, SAFETENSORS, 1),
+    Cell(TINY, SAFETENSORS, 8, is_optional=True),
+    Cell(TINY, SAFETENSORS, 32),
+    Cell(SMALL, SAFETENSORS, 1),
+    Cell(SMALL, SAFETENSORS, 8),
+    Cell(SMALL, SAFETENSORS, 32),
+    Cell(MEDIUM, SAFETENSORS, 1),
+    Cell(MEDIUM, SAFETENSORS, 8),
+    Cell(MIXED, SAFETENSORS, 64),
+    Cell(TINY, JSON, 1),
+    Cell(TINY, JSON, 8, is_optional=True),
+    Cell(TINY, JSON, 32, is_optional=True),
+    Cell(SMALL, JSON, 1),
+    Cell(SMALL, JSON, 8, is_optional=True),
+    Cell(MEDIUM, JSON, 1, is_optional=True),
+    Cell(MEDIUM, JSON, 8, is_optional=True),
 )
 
 
-def select_cells(patterns: str) -> list[Cell]:
-    """The cells that any of the patterns fits: ``tiny``, ``medium/json``, ``c1``, with commas between.
+def select_cells(patterns: str | None) -> list[Cell]:
+    """The cells that any of the patterns fits: ``tiny``, ``medium/json``, ``c1``, with commas between; None: the usual.
 
     Raises: NoSuchCell for a pattern that fits none.
     """
+    if patterns is None:
+        return [cell for cell in CELLS if not cell.is_optional]
     chosen: set[Cell] = set()
     for pattern in patterns.split(","):
         parts = set(pattern.strip().split("/"))
@@ -125,28 +177,24 @@ def select_cells(patterns: str) -> list[Cell]:
 
 
 @functools.cache
-def inputs_of(shape: Shape, index: int) -> Inputs:
+def inputs_of(sizes: Sizes, index: int) -> Inputs:
     """Query, key and value of one request: float32, normally distributed, from a seed."""
     generator = torch.Generator().manual_seed(100 + index)
-    query, key, value = (torch.randn(shape.sizes, generator=generator) for _ in NAMES)
+    query, key, value = (torch.randn(sizes, generator=generator) for _ in NAMES)
     return query, key, value
 
 
-def request_bytes(shape: Shape, form: Format, index: int) -> bytes:
-    """A whole HTTP request, the same for every server; the extra headers are for the echo and for the bound."""
-    body = form.encode(inputs_of(shape, index))
+def request_bytes(sizes: Sizes, form: Format, index: int) -> bytes:
+    """A whole HTTP request. Every contender is sent the same headers, also those that others are there for."""
+    text, data = form.encode(inputs_of(sizes, index))
     head = (
-        "POST /v1/attention HTTP/1.1\r\n"
+        f"POST {form.path} HTTP/1.1\r\n"
         "host: 127.0.0.1\r\n"
         f"content-type: {form.media_type}\r\n"
-        f"content-length: {len(body)}\r\n"
-        f"{SHAPE}: {','.join(str(size) for size in shape.sizes)}\r\n"
-        f"{ANSWER_BYTES}: {shape.tensor_bytes}\r\n"
+        f"content-length: {len(text) + len(data)}\r\n"
+        f"{SHAPE}: {','.join(str(size) for size in sizes)}\r\n"
+        f"{ANSWER_BYTES}: {tensor_bytes(sizes)}\r\n"
+        f"{TEXT_BYTES}: {len(text)}\r\n"
         "x-padding: {}\r\n\r\n"
     )
-    return head.format("0" * (-(len(head) - 2) % HEAD_ALIGNMENT)).encode() + body
-
-
-def decode_raw(body: bytes, shape: Shape) -> Tensor:
-    """The bound's answer: the context and nothing else."""
-    return _tensor(np.frombuffer(body, "<f4").reshape(shape.sizes))
+    return head.format("0" * (-(len(head) - 2) % HEAD_ALIGNMENT)).encode() + text + data

@@ -40,7 +40,7 @@ class Load:
 
 
 class Generator:
-    """Closed loop: each connection sends its next request when the answer to its last is whole."""
+    """Closed loop: each connection sends its next request, of all in turn, when the answer to its last is whole."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -50,7 +50,7 @@ class Generator:
     def run(
         self, server: Server, requests: Sequence[Path], *, connections: int, seconds: float, min_answers: int
     ) -> Load:
-        """Load on a server; it is idle again afterwards. ``answers`` has the last one to each request.
+        """Load on a server; it is idle again afterwards. ``answers`` has one of the last to each request.
 
         Raises: LoadFailed.
         """

@@ -20,6 +20,9 @@ READY_S = 60.0
 STOP_S = 20.0
 POLL_S = 0.05
 HOST = "127.0.0.1"
+KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
+"""Left to itself, glibc gives memory back after each small body until it has freed a large one: the echo would be four
+times slower or not, by what it was asked before."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _LOG_TAIL_BYTES = 2000
 _RESET_PEAK = "5"
@@ -31,12 +34,13 @@ class ServerFailed(Exception):
 
 @dataclass(slots=True)
 class Server:
-    """A running server and everything it started."""
+    """A running server and everything it started. ``idle_rss_mb`` is its memory once it was ready, before any load."""
 
     name: str
     port: int
     log: Path
     process: subprocess.Popen[bytes] = field(repr=False)
+    idle_rss_mb: float = 0.0
 
     def cpu_s(self) -> float:
         """Processor time so far, of the whole tree."""
@@ -50,7 +54,14 @@ class Server:
 
     def peak_rss_mb(self) -> float:
         """Peak of resident memory since the last reset, summed over the tree, in units of 1e6 bytes."""
-        return sum(_status_kib(pid, "VmHWM") for pid in _tree(self.process.pid)) * 1024 / 1e6
+        return self._memory_mb("VmHWM")
+
+    def rss_mb(self) -> float:
+        """Resident memory at this moment, summed over the tree, in units of 1e6 bytes."""
+        return self._memory_mb("VmRSS")
+
+    def _memory_mb(self, name: str) -> float:
+        return sum(_status_kib(pid, name) for pid in _tree(self.process.pid)) * 1024 / 1e6
 
     def failure(self, what: str) -> ServerFailed:
         tail = self.log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
@@ -66,16 +77,18 @@ def running(
     folder: Path,
     environment: Mapping[str, str] | None = None,
     ready_path: str | None = None,
-    exit_codes: frozenset[int] = frozenset({0}),
+    exit_codes: frozenset[int] | None = frozenset({0}),
+    python: Path = Path(sys.executable),
 ) -> Iterator[Server]:
     """A server that is ready: listening, or answering 200 on ``ready_path``. Ended by SIGTERM.
 
-    ``arguments`` are those of this Python. Raises: ServerFailed when it does not start or ends with another code.
+    ``arguments`` are those of ``python``. Raises: ServerFailed when it does not start or ends with another code; None
+    takes any end.
     """
     log = folder / f"{name}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [python, *arguments],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
             stdout=output,
@@ -85,7 +98,10 @@ def running(
     server = Server(name, port, log, process)
     try:
         _wait_until_ready(server, ready_path)
+        server.idle_rss_mb = server.rss_mb()
         yield server
+        if exit_codes is None:
+            return
         process.send_signal(signal.SIGTERM)
         try:
             code = process.wait(STOP_S)

@@ -18,11 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.benchmarks.figures import Figures
+from tests.benchmarks.goals import outcomes
 from tests.benchmarks.processes import ROOT
 
 RESULTS = Path(__file__).parent / "results"
 MIN_COLUMNS = 130
 _SIGNIFICANT = 3
+_MARKS = {True: "yes", False: "no", None: "not measured"}
 
 
 def default_file(now: datetime) -> Path:
@@ -44,20 +46,69 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
-def write(path: Path, *, machine: dict[str, Any], settings: dict[str, Any], figures: Sequence[Figures]) -> None:
-    content = {"machine": machine, "settings": settings, "cells": [one.as_json() for one in figures]}
+def write(
+    path: Path,
+    *,
+    machine: dict[str, Any],
+    settings: dict[str, Any],
+    figures: Sequence[Figures],
+    failures: Sequence[str],
+) -> None:
+    content = {
+        "machine": machine,
+        "settings": settings,
+        "cells": [one.as_json() for one in figures],
+        "goals": [outcome.as_json() for outcome in outcomes(figures)],
+        "peers_left_out": failures,
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
 
 
-def show(figures: Sequence[Figures], machine: dict[str, Any]) -> None:
-    """Two tables: the service, and its limits in the same rounds."""
+def show(figures: Sequence[Figures], machine: dict[str, Any], failures: Sequence[str]) -> None:
+    """The service; its limits and the peers in the same rounds; its goals."""
     # In fewer columns rich would cut figures off.
     console = Console(width=max(MIN_COLUMNS, Console().width))
     names = ("cpu", "cores", "load_average", "torch", "python", "commit", "date")
     console.print(", ".join(f"{name} {machine[name]}" for name in names), highlight=False)
-    service = _table("service", "req/s", "p50 ms", "p99 ms", "CPU ms", "peak MB", "/ echo", "/ bound", "p50 / torch")
-    limits = _table(
+    console.print(_service_table(figures))
+    console.print(_limits_table(figures))
+    if any(one.peers for one in figures):
+        console.print(_peers_table(figures))
+    console.print(_goals_table(figures))
+    for failure in failures:
+        console.print(failure, highlight=False, markup=False)
+    error = max(one.max_abs_error for one in figures)
+    console.print(f"greatest difference of an answer from torch in process: {error:g}", highlight=False)
+
+
+def _service_table(figures: Sequence[Figures]) -> Table:
+    table = _table(
+        "service",
+        "req/s",
+        "p50 ms",
+        "p99 ms",
+        "p99 / p50",
+        "CPU ms",
+        "peak MB",
+        "over idle",
+        "/ echo",
+        "/ bound",
+        "p50 / torch",
+    )
+    for one in figures:
+        ours, ratios = one.service, one.ratios
+        table.add_row(
+            one.cell.name,
+            *_texts(ours.requests_per_s, ours.p50_ms, ours.p99_ms, ratios["p99_over_p50"]),
+            *_texts(ours.cpu_ms, ours.peak_rss_mb, ours.rss_over_idle_mb),
+            *_texts(ratios["requests_over_echo"], ratios["requests_over_bound"], ratios["p50_over_torch"]),
+        )
+    return table
+
+
+def _limits_table(figures: Sequence[Figures]) -> Table:
+    table = _table(
         "limits",
         "echo req/s",
         "p50 ms",
@@ -70,28 +121,49 @@ def show(figures: Sequence[Figures], machine: dict[str, Any]) -> None:
         "drift",
     )
     for one in figures:
-        ours, echo, bound, ratios = one.service, one.echo, one.bound, one.ratios
-        service.add_row(
-            one.cell.name,
-            *_texts(ours.requests_per_s, ours.p50_ms, ours.p99_ms, ours.cpu_ms, ours.peak_rss_mb),
-            *_texts(ratios["requests_over_echo"], ratios["requests_over_bound"], ratios["p50_over_torch"]),
-        )
-        limits.add_row(
+        echo, bound = one.echo, one.bound
+        table.add_row(
             one.cell.name,
             *_texts(echo.requests_per_s, echo.p50_ms, echo.cpu_ms),
             *_texts(bound.requests_per_s, bound.p50_ms, bound.cpu_ms),
             *_texts(one.torch.requests_per_s, one.torch.p50_ms, one.drift),
         )
-    console.print(service)
-    console.print(limits)
-    error = max(one.max_abs_error for one in figures)
-    console.print(f"greatest difference of an answer from torch in process: {error:g}", highlight=False)
+    return table
 
 
-def _table(title: str, *columns: str) -> Table:
+def _peers_table(figures: Sequence[Figures]) -> Table:
+    table = _table("peers", "", "req/s", "p50 ms", "p99 ms", "CPU ms", "peak MB", "over idle", "ours / it", num_words=2)
+    for one in figures:
+        for name, peer in one.peers.items():
+            table.add_row(
+                one.cell.name,
+                name,
+                *_texts(peer.requests_per_s, peer.p50_ms, peer.p99_ms, peer.cpu_ms),
+                *_texts(peer.peak_rss_mb, peer.rss_over_idle_mb, one.over_peers[name]),
+            )
+    return table
+
+
+def _goals_table(figures: Sequence[Figures]) -> Table:
+    table = _table("goals", "", "", "reached", "", num_words=2)
+    for outcome in outcomes(figures):
+        goal = outcome.goal
+        table.add_row(
+            goal.cell,
+            goal.what,
+            f"{'<=' if goal.is_ceiling else '>='} {goal.limit:g}",
+            *_texts(outcome.reached),
+            _MARKS[outcome.is_met],
+        )
+    return table
+
+
+def _table(*columns: str, num_words: int = 1) -> Table:
+    """``num_words`` columns hold words, the others numbers."""
     table = Table(box=box.SIMPLE)
-    table.add_column(title, no_wrap=True)
-    for column in columns:
+    for column in columns[:num_words]:
+        table.add_column(column, no_wrap=True)
+    for column in columns[num_words:]:
         table.add_column(column, justify="right", no_wrap=True)
     return table
 

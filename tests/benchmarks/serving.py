@@ -1,21 +1,22 @@
 """The service beside its limits, in one run: ``make bench``, or ``python -m tests.benchmarks.serving --help``.
 
-In every round each cell is asked of the service, of a bare echo, of the bound and of torch in this process, one after
-the other, so that a ratio holds on a machine whose speed drifts. Nothing here passes or fails on a time; what fails is
-an answer that is wrong, missing or not 200.
+In every round each cell is asked of the service, of a bare echo, of the bound, of torch in this process and of the
+peers that were named, one after the other, so that a ratio holds on a machine whose speed drifts. Nothing here passes
+or fails on a time; what fails is an answer that is wrong, missing or not 200. A peer that gives one is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import math
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -30,15 +31,18 @@ from tests.benchmarks.cells import (
     Cell,
     Format,
     NoSuchCell,
-    Shape,
+    Sizes,
     decode_raw,
     inputs_of,
     request_bytes,
     select_cells,
+    tensor_bytes,
 )
 from tests.benchmarks.figures import Figures, Round, Sample, summarize
 from tests.benchmarks.generator import Generator, LoadFailed, NoCompiler
-from tests.benchmarks.processes import HOST, Server, ServerFailed, free_ports, running
+from tests.benchmarks.peers.catalogue import PEERS, NoSuchPeer, Peer, select_peers
+from tests.benchmarks.peers.install import NotInstalled, python_of
+from tests.benchmarks.processes import HOST, KEEPS_MEMORY, Server, ServerFailed, free_ports, running
 
 MAX_ABS_ERROR = 1e-5
 """The numbers are of size 1 and the arithmetic float32: what differs by more is another answer."""
@@ -46,9 +50,6 @@ MIN_ANSWERS = 5
 TORCH_SHARE = 0.4
 """Torch in process answers evenly, so a part of the time is enough."""
 SERVICE_ENVIRONMENT = {"ATTN_TORCH_THREADS": "1", "ATTN_LOG_LEVEL": "warning"}
-LIMIT_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
-"""Left to itself, glibc gives memory back after each small body until it has freed a large one: the echo would be four
-times slower or not, by what it was asked before."""
 UVICORN_EXIT_CODES = frozenset({0, -signal.SIGTERM})
 """Once it has shut down, uvicorn raises the signal that ended it again."""
 
@@ -64,6 +65,9 @@ class Servers:
     service: Server
     echo: Server
     bound: Server
+    peers: list[tuple[Peer, Server]]
+    failures: list[str] = field(default_factory=list)
+    """Why a peer is left out, altogether or of a cell."""
 
 
 class Bench:
@@ -74,38 +78,61 @@ class Bench:
         self._folder = folder
         self._seconds = seconds
         self._generator = Generator(folder)
+        self._left_out: set[tuple[str, Cell]] = set()
 
-    def measure(self, cell: Cell, *, turn: int) -> tuple[Round, float]:
-        """One round, and the greatest error of the service in it. Another contender comes first each ``turn``.
+    def measure(self, cell: Cell, *, turn: int) -> Round:
+        """One round. Another contender comes first each ``turn``.
 
         Raises: LoadFailed, WrongAnswer.
         """
-        errors: list[float] = []
-        shape, servers = cell.shape, self._servers
+        servers = self._servers
+        service_errors: list[float] = []
 
         def check_service(index: int, body: bytes) -> None:
-            errors.append(_error(f"service, {cell.name}", cell.format.decode(body), shape, index))
+            service_errors.append(_error(f"service, {cell.name}", cell.format.decode, body, cell.sizes[index], index))
 
         def check_bound(index: int, body: bytes) -> None:
-            _error(f"bound, {cell.name}", decode_raw(body, shape), shape, index)
+            _error(f"bound, {cell.name}", decode_raw, body, cell.sizes[index], index)
 
         def check_echo(index: int, body: bytes) -> None:
-            if len(body) != shape.tensor_bytes:
-                raise WrongAnswer(f"echo, {cell.name}: {len(body)} bytes instead of {shape.tensor_bytes}")
+            expected_bytes = tensor_bytes(cell.sizes[index])
+            if len(body) != expected_bytes:
+                raise WrongAnswer(f"echo, {cell.name}: {len(body)} bytes instead of {expected_bytes}")
 
-        contenders: list[tuple[str, Callable[[], Sample]]] = [
-            ("service", lambda: self._load(servers.service, cell, cell.format, check_service)),
-            ("echo", lambda: self._load(servers.echo, cell, cell.format, check_echo)),
+        contenders: dict[str, Callable[[], Sample | None]] = {
+            "service": lambda: self._load(servers.service, cell, cell.format, check_service),
+            "echo": lambda: self._load(servers.echo, cell, cell.format, check_echo),
             # The bound reads no text: beside JSON it shows what the text costs.
-            ("bound", lambda: self._load(servers.bound, cell, SAFETENSORS, check_bound)),
-            ("torch", lambda: _in_process(shape, self._seconds * TORCH_SHARE)),
-        ]
-        first = turn % len(contenders)
-        samples = {name: sample() for name, sample in contenders[first:] + contenders[:first]}
-        return Round(**samples), max(errors)
+            "bound": lambda: self._load(servers.bound, cell, SAFETENSORS, check_bound),
+            "torch": lambda: _in_process(cell.sizes, self._seconds * TORCH_SHARE),
+        }
+        for peer, server in servers.peers:
+            contenders[peer.name] = functools.partial(self._load_peer, peer, server, cell)
+        names = list(contenders)
+        first = turn % len(names)
+        samples = {name: contenders[name]() for name in names[first:] + names[:first]}
+        measured = {name: sample for name, sample in samples.items() if sample is not None}
+        ours = {name: measured.pop(name) for name in ("service", "echo", "bound", "torch")}
+        return Round(**ours, peers=measured, max_abs_error=max(service_errors))
+
+    def _load_peer(self, peer: Peer, server: Server, cell: Cell) -> Sample | None:
+        """None where the peer does not take part, or has failed in this round or one before."""
+        form = peer.formats.get(cell.format.name)
+        if form is None or (peer.name, cell) in self._left_out:
+            return None
+
+        def check(index: int, body: bytes) -> None:
+            _error(f"{peer.name}, {cell.name}", form.decode, body, cell.sizes[index], index)
+
+        try:
+            return self._load(server, cell, form, check)
+        except (LoadFailed, WrongAnswer) as error:
+            self._left_out.add((peer.name, cell))
+            self._servers.failures.append(f"{peer.name} is left out of {cell.name}: {error}")
+            return None
 
     def _load(self, server: Server, cell: Cell, form: Format, check: Callable[[int, bytes], None]) -> Sample:
-        requests = [self._request_file(cell.shape, form, index) for index in range(cell.num_requests)]
+        requests = [self._request_file(cell, form, index) for index in range(len(cell.sizes))]
         server.reset_peak()
         cpu_before = server.cpu_s()
         load = self._generator.run(
@@ -125,27 +152,30 @@ class Bench:
             num_counted=load.num_counted,
             cpu_ms=cpu_s * 1e3 / load.num_answers,
             peak_rss_mb=server.peak_rss_mb(),
+            idle_rss_mb=server.idle_rss_mb,
         )
 
-    def _request_file(self, shape: Shape, form: Format, index: int) -> Path:
-        path = self._folder / f"{shape.name}.{form.name}.{index}.request"
+    def _request_file(self, cell: Cell, form: Format, index: int) -> Path:
+        path = self._folder / f"{cell.workload.name}.{form.name}.{index}.request"
         if not path.exists():
-            path.write_bytes(request_bytes(shape, form, index))
+            path.write_bytes(request_bytes(cell.sizes[index], form, index))
         return path
 
 
 @torch.inference_mode()
-def _in_process(shape: Shape, seconds: float) -> Sample:
-    """Torch itself, on one thread, one call after the other."""
-    query, key, value = inputs_of(shape, 0)
-    scaled_dot_product_attention(query, key, value)
+def _in_process(sizes: Sequence[Sizes], seconds: float) -> Sample:
+    """Torch itself, on one thread, one call after the other, whole times round all requests."""
+    problems = [inputs_of(one, index) for index, one in enumerate(sizes)]
+    for problem in problems:
+        scaled_dot_product_attention(*problem)
     times: list[float] = []
     began = ended = time.perf_counter()
     while ended < began + seconds or len(times) < MIN_ANSWERS:
-        call_began = time.perf_counter()
-        scaled_dot_product_attention(query, key, value)
-        ended = time.perf_counter()
-        times.append(ended - call_began)
+        for query, key, value in problems:
+            call_began = time.perf_counter()
+            scaled_dot_product_attention(query, key, value)
+            ended = time.perf_counter()
+            times.append(ended - call_began)
     times.sort()
     return Sample(
         requests_per_s=len(times) / (ended - began),
@@ -156,22 +186,29 @@ def _in_process(shape: Shape, seconds: float) -> Sample:
 
 
 @torch.inference_mode()
-def _error(what: str, context: Tensor, shape: Shape, index: int) -> float:
-    """The greatest difference from torch in process. Raises: WrongAnswer."""
-    expected = scaled_dot_product_attention(*inputs_of(shape, index))
+def _error(what: str, decode: Callable[[bytes, Sizes], Tensor], body: bytes, sizes: Sizes, index: int) -> float:
+    """The greatest difference of an answer from torch in process. Raises: WrongAnswer."""
+    expected = scaled_dot_product_attention(*inputs_of(sizes, index))
+    try:
+        context = decode(body, sizes)
+    except (ValueError, KeyError, TypeError) as error:
+        raise WrongAnswer(f"{what}: cannot be read: {error!r}") from error
     if context.shape != expected.shape:
         raise WrongAnswer(f"{what}: shape {list(context.shape)} instead of {list(expected.shape)}")
-    error = float((context - expected).abs().max())
+    difference = float((context - expected).abs().max())
     # Written so that NaN is refused too.
-    if not error <= MAX_ABS_ERROR:
-        raise WrongAnswer(f"{what}: differs from torch in process by {error:g}")
-    return error
+    if not difference <= MAX_ABS_ERROR:
+        raise WrongAnswer(f"{what}: differs from torch in process by {difference:g}")
+    return difference
 
 
 @contextlib.contextmanager
-def start_servers(folder: Path) -> Iterator[Servers]:
-    """The three servers, each on a free port. Raises: ServerFailed, also when one does not end as it must."""
-    ports = free_ports(3)
+def start_servers(folder: Path, peers: Sequence[Peer]) -> Iterator[Servers]:
+    """The three servers and the peers, each on a free port. A peer that does not start is left out.
+
+    Raises: ServerFailed, also when one of the three does not end as it must.
+    """
+    ports = free_ports(3 + len(peers))
     serve = ["-m", "service", "serve", "--host", HOST, "--port", str(ports[0])]
     with contextlib.ExitStack() as stack:
         service = running(
@@ -182,7 +219,7 @@ def start_servers(folder: Path) -> Iterator[Servers]:
             ["-m", "tests.benchmarks.echo", str(ports[1])],
             port=ports[1],
             folder=folder,
-            environment=LIMIT_ENVIRONMENT,
+            environment=KEEPS_MEMORY,
             exit_codes=UVICORN_EXIT_CODES,
         )
         bound = running(
@@ -190,26 +227,57 @@ def start_servers(folder: Path) -> Iterator[Servers]:
             ["-m", "tests.benchmarks.bound", str(ports[2])],
             port=ports[2],
             folder=folder,
-            environment=LIMIT_ENVIRONMENT,
+            environment=KEEPS_MEMORY,
         )
-        yield Servers(*(stack.enter_context(server) for server in (service, echo, bound)))
+        servers = Servers(
+            service=stack.enter_context(service),
+            echo=stack.enter_context(echo),
+            bound=stack.enter_context(bound),
+            peers=[],
+        )
+        for peer, port in zip(peers, ports[3:], strict=True):
+            try:
+                servers.peers.append((peer, stack.enter_context(_running_peer(peer, port, folder))))
+            except (NotInstalled, ServerFailed) as error:
+                servers.failures.append(f"{peer.name} is left out: {error}")
+        yield servers
 
 
-def run(cells: list[Cell], *, num_rounds: int, seconds: float) -> list[Figures]:
-    """Every cell in every round. Raises: NoCompiler, ServerFailed, LoadFailed, WrongAnswer."""
+@contextlib.contextmanager
+def _running_peer(peer: Peer, port: int, folder: Path) -> Iterator[Server]:
+    """Raises: NotInstalled, ServerFailed."""
+    own_folder = folder / peer.name
+    own_folder.mkdir()
+    with running(
+        peer.name,
+        ["-m", peer.module, str(port), str(own_folder)],
+        port=port,
+        folder=folder,
+        environment=peer.environment,
+        ready_path=peer.ready_path,
+        exit_codes=None,
+        python=python_of(peer.venv),
+    ) as server:
+        yield server
+
+
+def run(
+    cells: list[Cell], peers: Sequence[Peer], *, num_rounds: int, seconds: float
+) -> tuple[list[Figures], Sequence[str]]:
+    """Every cell in every round; and why peers were left out.
+
+    Raises: NoCompiler, ServerFailed, LoadFailed, WrongAnswer.
+    """
     torch.set_num_threads(1)
     rounds: dict[Cell, list[Round]] = {cell: [] for cell in cells}
-    errors = dict.fromkeys(cells, 0.0)
-    with tempfile.TemporaryDirectory(prefix="attn-bench-") as name, start_servers(Path(name)) as servers:
+    with tempfile.TemporaryDirectory(prefix="attn-bench-") as name, start_servers(Path(name), peers) as servers:
         bench = Bench(servers, Path(name), seconds=seconds)
         for turn in range(num_rounds):
             began = time.monotonic()
             for cell in cells:
-                one, error = bench.measure(cell, turn=turn)
-                rounds[cell].append(one)
-                errors[cell] = max(errors[cell], error)
+                rounds[cell].append(bench.measure(cell, turn=turn))
             print(f"round {turn + 1} of {num_rounds}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    return [summarize(cell, rounds[cell], errors[cell]) for cell in cells]
+    return [summarize(cell, rounds[cell]) for cell in cells], servers.failures
 
 
 def main() -> int:
@@ -217,7 +285,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=_count, default=5, help="default: 5")
     parser.add_argument("--seconds", type=_length_s, default=0.6, help="each measurement, default: 0.6")
     parser.add_argument(
-        "--cells", help=f"such as tiny, medium/json or c1, with commas between; default: all {len(CELLS)}"
+        "--cells",
+        help="such as tiny, medium/json or c1, with commas between; default: all but "
+        + ", ".join(cell.name for cell in CELLS if cell.is_optional),
+    )
+    parser.add_argument(
+        "--peers",
+        help="with commas between, or all for all but fastapi_raw_malloc; default: none; there are "
+        + ", ".join(peer.name for peer in PEERS),
     )
     parser.add_argument("--json", type=Path, help="where the figures go; default: a new file in results/")
     arguments = parser.parse_args()
@@ -225,18 +300,19 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     machine = report.machine_facts()
     try:
-        cells = select_cells(arguments.cells) if arguments.cells else list(CELLS)
-        figures = run(cells, num_rounds=arguments.rounds, seconds=arguments.seconds)
-    except (NoSuchCell, NoCompiler, ServerFailed, LoadFailed, WrongAnswer) as error:
+        cells, peers = select_cells(arguments.cells), select_peers(arguments.peers)
+        figures, failures = run(cells, peers, num_rounds=arguments.rounds, seconds=arguments.seconds)
+    except (NoSuchCell, NoSuchPeer, NoCompiler, ServerFailed, LoadFailed, WrongAnswer) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
-    report.show(figures, machine)
+    report.show(figures, machine, failures)
     path = arguments.json or report.default_file(datetime.now(UTC))
     report.write(
         path,
         machine=machine,
         settings={"rounds": arguments.rounds, "seconds": arguments.seconds},
         figures=figures,
+        failures=failures,
     )
     print(f"figures of every round: {path}")
     return 0

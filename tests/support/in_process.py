@@ -12,7 +12,8 @@ import torch
 import uvloop
 
 from attn_core import AttentionError, AttentionResult, Engine
-from attn_core.engine import Problem
+from attn_core.errors import Checkpoint
+from attn_core.prepared import Prepared, Problem
 from service.main import Composition, compose, listen, make_server
 from service.settings import read_settings
 
@@ -32,13 +33,15 @@ class GatedEngine(Engine):
     def warm_up(self) -> None:
         """Ready at once."""
 
-    def run(self, problems: Sequence[Problem]) -> list[AttentionResult | AttentionError]:
+    def run(
+        self, problems: Sequence[Problem | Prepared], checkpoints: Sequence[Checkpoint | None] | None = None
+    ) -> list[AttentionResult | AttentionError]:
         self.entered.release()
         if not self._is_open.is_set():
             assert self._may_run.acquire(timeout=WAIT_S)
         if self.failure is not None:
             raise self.failure
-        return super().run(problems)
+        return super().run(problems, checkpoints)
 
     def let_through(self, count: int = 1) -> None:
         self._may_run.release(count)
@@ -71,7 +74,7 @@ class InProcess:
 
 @contextmanager
 def service_in_process(engine: Engine, *, start_engine: bool = True, **settings: Any) -> Iterator[InProcess]:
-    """The real app, queue, batcher and server around ``engine``."""
+    """The real app, queue, batcher and server around ``engine``; the loop itself computes nothing."""
     resolved = read_settings({}, **settings)
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
@@ -79,8 +82,8 @@ def service_in_process(engine: Engine, *, start_engine: bool = True, **settings:
     is_up, stop = threading.Event(), threading.Event()
 
     async def run() -> None:
-        parts = compose(resolved, torch.device("cpu"), make_engine=lambda: engine)
-        server = make_server(parts.app, resolved)
+        parts = compose(resolved, torch.device("cpu"), make_engine=lambda: engine, measure=None)
+        server = make_server(parts, resolved)
         if start_engine:
             parts.batcher.start()
         serving = asyncio.create_task(server.serve(sockets=[listener]))

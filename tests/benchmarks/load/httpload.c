@@ -2,10 +2,12 @@
 //
 // usage: httpload HOST PORT CONNECTIONS WARM_S SECONDS MIN_ANSWERS LIMIT_S ANSWER_PREFIX REQUEST...
 //
-// Connection i always sends request i % num_requests. Answers count for SECONDS after WARM_S, and on until
-// MIN_ANSWERS have come or a connection broke. Then nothing new is sent and what is under way is awaited, so that the server is idle at the
-// end and its time can be divided by all answers. The last answer to request k goes to ANSWER_PREFIX.k, the first
-// answer that is not 200 to ANSWER_PREFIX.bad, body alone; figures go to stdout as one JSON object.
+// Connection i begins with request i % num_requests and goes round all of them, so that a server which favours short
+// requests is sent no more of them. Answers count for SECONDS after WARM_S, and on until MIN_ANSWERS have come or a
+// connection broke. Then only requests that nobody has under way are sent once more, and all answers are awaited, so
+// that the server is idle at the end and its time can be divided by all answers. An answer to request k goes to
+// ANSWER_PREFIX.k, the first answer that is not 200 to ANSWER_PREFIX.bad, body alone; figures go to stdout as one JSON
+// object.
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -50,7 +52,8 @@ static double count_from, count_to, last_counted;
 static size_t min_answers, num_counted, latency_room;
 static double *latencies;
 static long statuses[NUM_STATUSES], connection_errors, reconnects;
-static bool stopping, *is_saved, bad_saved;
+// Last: what is sent while stopping, whose answer is kept.
+static bool stopping, *is_last_sent, *is_saved, bad_saved;
 
 static double now(void) {
     struct timespec t;
@@ -215,11 +218,24 @@ static void count_answer(struct connection *c) {
     }
 }
 
+// Chooses what the connection sends next; false when nothing is left.
+static bool next_request(struct connection *c) {
+    for (int i = 0; i < num_requests; i++) {
+        c->request = (c->request + 1) % num_requests;
+        if (!stopping) return true;
+        if (!is_last_sent[c->request]) {
+            is_last_sent[c->request] = true;
+            return true;
+        }
+    }
+    return false;
+}
+
 static void finish_request(struct connection *c) {
     bool must_close = c->sending || strcasestr(c->answer, "\nconnection: close");
     c->in_flight = false;
     count_answer(c);
-    if (stopping) return;
+    if (!next_request(c)) return;
     if (must_close) {
         hang_up(c);
         reconnects++;
@@ -296,6 +312,7 @@ int main(int count, char **arguments) {
     answer_prefix = arguments[8];
     num_requests = count - 9;
     requests = need(calloc(num_requests, sizeof *requests));
+    is_last_sent = need(calloc(num_requests, sizeof *is_last_sent));
     is_saved = need(calloc(num_requests, sizeof *is_saved));
     for (int i = 0; i < num_requests; i++) requests[i] = read_file(arguments[9 + i]);
 
@@ -312,6 +329,8 @@ int main(int count, char **arguments) {
         if (!stopping && t >= count_to && (num_counted >= min_answers || connection_errors)) {
             stopping = true;
             stopped_at = t;
+            for (int i = 0; i < num_connections; i++)
+                if (connections[i].in_flight) is_last_sent[connections[i].request] = true;
         }
         if (!stopping && t > next_retry) {
             next_retry = t + RETRY_S;

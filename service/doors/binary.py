@@ -1,0 +1,229 @@
+"""The binary door: a safetensors body that lies whole in memory, and the pieces of its answer.
+
+It does for the road without ASGI what ``rest`` does on the other one, with the same checks, errors and figures.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from attn_core.placement import ALIGNMENT_BYTES
+from service.admission import Admission, BytePermit
+from service.attend import Attend, Waiting
+from service.deadline import Deadline
+from service.doors.answers import count_answer, info_of, is_worth_gzip, refusal_reason
+from service.doors.exchange import Exchange, record
+from service.doors.problem_details import MEDIA_TYPE as PROBLEM_MEDIA_TYPE
+from service.doors.problem_details import describe
+from service.doors.receive_buffers import ReceiveBuffer, ReceiveBuffers
+from service.doors.rest import RestLimits
+from service.lifecycle import Lifecycle
+from service.request_queue import Answer, Outcome
+from service.telemetry import Metrics
+from service.wire import safetensors_format
+from service.wire.plain_recipes import PlainRecipes
+from service.wire.requests import ATTENTION, WEIGHTED_SUM, Call
+from service.wire.tensors import bytes_of
+
+CALLS: Mapping[bytes, Call] = {b"/v1/attention": ATTENTION, b"/v1/weighted_sum": WEIGHTED_SUM}
+Piece = bytes | memoryview
+_END_OF_HEAD = (
+    b"content-length: %d\r\nx-request-id: %b\r\nserver-timing: read;dur=0.000, parse;dur=%.3f, queue;dur=0.000, "
+    b"compute;dur=%.3f, encode;dur=%.3f\r\n\r\n%b"
+)
+
+
+@dataclass(slots=True)
+class Head:
+    """What the head of a request says, as far as this road needs it."""
+
+    target: bytes
+    content_length: int
+    keep_alive: bool
+    request_id: str
+    accepts_gzip: bool
+
+
+@dataclass(slots=True)
+class Reply:
+    """An answer as it will be written: status, its own headers, and the body's pieces."""
+
+    status: int
+    content_type: bytes
+    pieces: list[Piece]
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        return sum(len(piece) for piece in self.pieces)
+
+
+class BinaryDoor:
+    """Shared by all connections of one loop. ``began`` and all times are on the monotonic clock."""
+
+    def __init__(
+        self,
+        *,
+        attend: Attend,
+        admission: Admission,
+        lifecycle: Lifecycle,
+        metrics: Metrics,
+        limits: RestLimits,
+        buffers: ReceiveBuffers,
+        recipes: PlainRecipes,
+    ) -> None:
+        self.admission = admission
+        self.lifecycle = lifecycle
+        self.limits = limits
+        self.buffers = buffers
+        self._attend = attend
+        self._metrics = metrics
+        self._recipes = recipes
+        self._ids = (f"{secrets.token_hex(8)}{number:016x}" for number in itertools.count())
+        self._ok = metrics.requests.labels("/v1/attention", "ok")
+        self._seconds = metrics.request_seconds.labels("/v1/attention")
+
+    def new_id(self) -> str:
+        return next(self._ids)
+
+    def takes(self, head: Head) -> bool:
+        """Whether a body of this length is taken here; one that is too long is refused on the other road."""
+        return head.content_length <= self.limits.max_body_bytes
+
+    def enter(self, head: Head, exchange: Exchange, give_up: Callable[[], object]) -> BytePermit:
+        """Let a request in at its head, before its body is read; to be undone by ``leave``.
+
+        Raises: Draining, Unavailable, Overloaded.
+        """
+        self.lifecycle.check_open()
+        self.admission.check_wait(self._attend.wait_s())
+        permit = self.admission.enter()
+        try:
+            permit.hold(head.content_length)
+            self.lifecycle.enter(exchange, give_up)
+        except BaseException:
+            permit.leave()
+            raise
+        self._metrics.in_flight.inc()
+        return permit
+
+    def enter_anyway(self, unsent_bytes: int) -> BytePermit:
+        """Count an answer that is there and that its client is slow to read: others are refused meanwhile."""
+        permit = self.admission.enter_anyway()
+        permit.count(unsent_bytes)
+        self._metrics.in_flight.inc()
+        return permit
+
+    def leave(self, exchange: Exchange | None, permit: BytePermit) -> None:
+        self._metrics.in_flight.dec()
+        if exchange is not None:
+            self.lifecycle.leave(exchange)
+        permit.leave()
+
+    def answer_at_once(
+        self, head: Head, buffer: ReceiveBuffer, body_at: int, began: float
+    ) -> tuple[bytes, Piece] | None:
+        """The answer to a plain request, computed here and now; None where it has to take the longer way.
+
+        Gives the end of the head with the beginning of the body, and the rest of the body.
+        """
+        view = buffer.view
+        header_at = body_at + 8
+        data_at = header_at + int.from_bytes(view[body_at:header_at], "little")
+        recipe = self._recipes.get(bytes(view[header_at:data_at]))
+        if (
+            recipe is None
+            or data_at % ALIGNMENT_BYTES
+            or data_at + recipe.data_bytes != body_at + head.content_length
+            or recipe.timeout_s is not None
+            or head.target != b"/v1/attention"
+        ):
+            return None
+        form = recipe.form
+        estimated_s = self._attend.plain_estimate_s(form)
+        if not self._attend.may_run_at_once(estimated_s):
+            return None
+        tensors = recipe.tensors(buffer.flat(form.dtype), data_at // form.dtype.itemsize)
+        parsed = time.monotonic()
+        context = self._attend.run_plain_at_once(form, *tensors, estimated_s)
+        if context is None:
+            return None
+        data = bytes_of(context)
+        if head.accepts_gzip and is_worth_gzip([data]):
+            return None
+        computed = time.monotonic()
+        beginning = recipe.head_of_answer(compute_s=computed - parsed)
+        size = len(beginning) + recipe.context_bytes
+        ended = time.monotonic()
+        text = _END_OF_HEAD % (
+            size,
+            head.request_id.encode(),
+            (parsed - began) * 1e3,
+            (computed - parsed) * 1e3,
+            (ended - computed) * 1e3,
+            beginning,
+        )
+        metrics = self._metrics
+        self._ok.inc()
+        self._seconds.observe(ended - began)
+        metrics.plain_answered(
+            parse_s=parsed - began,
+            compute_s=computed - parsed,
+            encode_s=ended - computed,
+            received_bytes=head.content_length,
+            sent_bytes=size,
+            path=form.path,
+            flops=form.cost.flops,
+        )
+        return text, data
+
+    def begin(
+        self,
+        head: Head,
+        exchange: Exchange,
+        buffer: ReceiveBuffer,
+        body_at: int,
+        deliver: Callable[[Outcome], None],
+    ) -> Waiting | None:
+        """Read a whole body and have its problem computed, at once or by the engine; ``deliver`` gets the outcome.
+
+        Raises: whatever a refusal says.
+        """
+        call = CALLS[head.target]
+        body = buffer.view[body_at : body_at + head.content_length]
+        with exchange.stage("parse"):
+            decoded = safetensors_format.decode(body, call, self.limits.read)
+            prepared = self._attend.prepare(decoded.problem)
+            if call is ATTENTION:
+                header_bytes = int.from_bytes(body[:8], "little")
+                self._recipes.remember(bytes(body[8 : 8 + header_bytes]), decoded, prepared)
+        timeout_s = self.limits.default_timeout_s if decoded.timeout_s is None else decoded.timeout_s
+        deadline = Deadline(exchange.began + timeout_s)
+        return self._attend.begin(prepared, deadline, more_bytes=0, deliver=deliver, held=buffer)
+
+    def reply(self, answer: Answer, exchange: Exchange) -> Reply:
+        """An answer, written out."""
+        exchange.stages["queue"], exchange.stages["compute"] = answer.queue_s, answer.compute_s
+        count_answer(self._metrics, answer)
+        with exchange.stage("encode"):
+            pieces = safetensors_format.encode(answer.result.outputs, info_of(answer))
+        exchange.status = 200
+        return Reply(200, safetensors_format.MEDIA_TYPE.encode(), pieces)
+
+    def refusal(self, error: BaseException, exchange: Exchange) -> Reply:
+        """An error as its answer."""
+        failure, body, headers = describe(error, exchange.request_id)
+        exchange.outcome, exchange.status = failure.name, failure.http
+        reason = refusal_reason(error)
+        if reason is not None:
+            self._metrics.refused.labels(reason).inc()
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        return Reply(failure.http, PROBLEM_MEDIA_TYPE.encode(), [body], raw)
+
+    def record(self, head: Head, exchange: Exchange) -> None:
+        """Count and log a request that is over."""
+        record(self._metrics, "POST", head.target.decode(), exchange)

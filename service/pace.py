@@ -1,0 +1,43 @@
+"""How long a problem will take: rates measured at start, corrected by what is seen since."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from attn_core.cost import Cost
+
+MEMORY_BYTES_PER_S = 5e9
+"""What moves bytes and computes little is bound by memory, which no start-up measurement is long enough to see."""
+LEARNING_RATE = 0.05
+MAX_CORRECTION = 20.0
+
+
+class Pace:
+    """Seconds from costs. ``flops_per_s`` by kernel; ``overhead_s`` is what the smallest problem takes.
+
+    ``observe`` may be called from the engine's threads while the loop reads: each step is one assignment.
+    """
+
+    def __init__(self, *, overhead_s: float = 1e-4, flops_per_s: Mapping[str, float] | None = None) -> None:
+        self._overhead_s = overhead_s
+        self._flops_per_s = dict(flops_per_s or {"fused": 2e10, "manual": 5e9})
+        self._correction: dict[str, float] = dict.fromkeys(self._flops_per_s, 1.0)
+
+    def set_rates(self, *, overhead_s: float, flops_per_s: Mapping[str, float]) -> None:
+        """Start from what was measured on this machine."""
+        self._overhead_s = overhead_s
+        self._flops_per_s = dict(flops_per_s)
+        self._correction = dict.fromkeys(self._flops_per_s, 1.0)
+
+    def estimate_s(self, cost: Cost, path: str) -> float:
+        return self._raw_s(cost, path) * self._correction[path]
+
+    def observe(self, cost: Cost, path: str, took_s: float) -> None:
+        """Learn from one problem. Machines slow down under load: the estimate follows within a few dozen."""
+        ratio = took_s / self._raw_s(cost, path)
+        ratio = min(MAX_CORRECTION, max(1 / MAX_CORRECTION, ratio))
+        self._correction[path] += LEARNING_RATE * (ratio - self._correction[path])
+
+    def _raw_s(self, cost: Cost, path: str) -> float:
+        compute_s = cost.flops / self._flops_per_s[path]
+        return self._overhead_s + max(compute_s, cost.bytes_moved / MEMORY_BYTES_PER_S)
