@@ -37,6 +37,10 @@ bench-peers: $(VENV)/.installed-dev ## measure it beside other servers too; inst
 	$(BIN)/python -m tests.benchmarks.peers.install
 	$(BIN)/python -m tests.benchmarks.serving --peers all
 
+.PHONY: soak
+soak: $(VENV)/.installed-dev ## the long trials: equal bits in company, overload, disconnects, text beside binary
+	$(BIN)/python -m tests.benchmarks.soak
+
 clean: ## remove what was installed and built
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 

@@ -7,11 +7,12 @@ way: tensors ``[batch, heads, tokens, width]``, masks of rank 4 on the device of
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from attn_core.errors import Checkpoint, never_abandoned
 from attn_core.maths.heads import merge_heads, split_heads
 from attn_core.maths.masks import allowed_pairs, key_positions, query_positions, rows_of
 from attn_core.maths.scores import alibi_distances
@@ -19,7 +20,7 @@ from attn_core.numerics import compute_dtype
 from attn_core.problem import AttentionOptions, AttentionProblem, Dims
 from attn_core.validate import dims_of
 
-_MASK_BLOCK_PAIRS = 2**24
+_MASK_BLOCK_PAIRS = 2**22
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,14 +124,62 @@ class CanonicalProblem:
             bias=rows_of(self.bias, at),
         )
 
+    def part(self, items: slice, heads: slice, rows: slice | None = None) -> CanonicalProblem:
+        """The same attention for some items, heads and queries alone: a problem of its own, on views of this one.
+
+        ``heads`` are query heads: whole groups of them, or some of one group. A part with ``rows`` selects nothing.
+        """
+        dims = self.dims
+        first, last = heads.start // dims.group_size, (heads.stop - 1) // dims.group_size
+        rows = slice(0, dims.seq_len_q) if rows is None else rows
+        keys = slice(first, last + 1)
+        offset = self.query_offset
+        if isinstance(offset, Tensor) and offset.numel() > 1:
+            offset = offset[items]
+
+        def of(per_pair: Tensor | None) -> Tensor | None:
+            if per_pair is None:
+                return None
+            sizes = per_pair.shape
+            return per_pair[
+                tuple(
+                    wanted if size > 1 else slice(None)
+                    for wanted, size in zip((items, heads, rows), sizes, strict=False)
+                )
+            ]
+
+        return replace(
+            self,
+            query=self.query[items, heads, rows],
+            key=self.key[items, keys],
+            value=self.value[items, keys],
+            dims=replace(
+                dims,
+                batch=items.stop - items.start,
+                num_heads=heads.stop - heads.start,
+                num_kv_heads=last + 1 - first,
+                seq_len_q=rows.stop - rows.start,
+            ),
+            query_offset=offset + rows.start,
+            key_lengths=None if self.key_lengths is None else self.key_lengths[items],
+            query_lengths=None if self.query_lengths is None else self.query_lengths[items] - rows.start,
+            allow_mask=of(self.allow_mask),
+            block_mask=of(self.block_mask),
+            bias=of(self.bias),
+            alibi_slopes=None if self.alibi_slopes is None else self.alibi_slopes[heads],
+            sinks=None if self.sinks is None else self.sinks[heads],
+            select_heads=None,
+            select_rows=self.select_rows if dims.seq_len_q == rows.stop - rows.start else None,
+        )
+
     def row_blocks(self, pairs_per_block: int) -> list[Tensor]:
         """All rows, cut so that a block has about ``pairs_per_block`` pairs; depends on the problem alone."""
         dims = self.dims
         per_row = max(1, dims.batch * dims.num_heads * dims.seq_len_kv)
-        every, size = self.all_rows(), max(16, pairs_per_block // per_row)
+        every, size = self.all_rows(), max(1, pairs_per_block // per_row)
         return [every[start : start + size] for start in range(0, every.numel(), size)]
 
-    def empty_rows(self) -> Tensor:
+    def empty_rows(self, checkpoint: Checkpoint = never_abandoned) -> Tensor:
         """Which rows may attend no key, padded queries not counted: bool ``[batch, num_heads, seq_len_q]``.
 
         Decided by masks, lengths, causal, window and -inf in bias alone.
@@ -141,6 +190,7 @@ class CanonicalProblem:
         if self.has_pair_masks and dims.seq_len_q and dims.seq_len_kv:
             parts = []
             for block in self.row_blocks(_MASK_BLOCK_PAIRS):
+                checkpoint()
                 allowed = self.allowed(block)
                 assert allowed is not None
                 part = ~allowed.any(dim=-1)

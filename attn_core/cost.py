@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from attn_core.canonical import CanonicalProblem
-from attn_core.kernels import fused, manual
+from attn_core.cut import Cut
+from attn_core.hazards import COPIED_AT_ONCE, PAIRS_PER_BLOCK
+from attn_core.kernels import fused, isolated, manual
 from attn_core.kernels.output import named_outputs, output_dtype, output_shape
 from attn_core.problem import WeightedSumProblem
 
@@ -32,18 +34,23 @@ def attention_flops(problem: CanonicalProblem) -> int:
     return 2 * dims.num_pairs * (dims.head_dim + dims.head_dim_v)
 
 
-def attention_cost(problem: CanonicalProblem, path: str) -> Cost:
-    """The cost of a canonical problem on one of the kernels."""
+def attention_cost(problem: CanonicalProblem, path: str, *, device_type: str | None = None) -> Cost:
+    """The cost of a canonical problem on one of the kernels, on a device that its tensors may still travel to."""
     inputs = _input_bytes(problem)
-    outputs = sum(
-        math.prod(output_shape(problem, name)) * output_dtype(problem, name).itemsize for name in named_outputs(problem)
-    )
+    sizes = {name: _output_bytes(problem, name) for name in named_outputs(problem)}
+    outputs = sum(sizes.values())
     if path == "fused":
-        # Where huge or non-finite numbers are attended, copies without them are made, and the manual kernel runs too.
-        own = _operand_bytes(problem)
-        scratch = own + max(_fused_scratch(problem), _manual_scratch(problem) + 2 * outputs)
+        device_type = device_type or problem.device.type
+        # Where huge or non-finite numbers are attended, the problem is answered in parts.
+        size = fused.cut(problem, device_type=device_type)
+        scratch = max(_fused_scratch(problem, size, device_type), _isolated_scratch(problem, size, device_type))
+        if "logsumexp" in sizes and problem.query.dtype != problem.compute_dtype:
+            scratch = max(scratch, _manual_scratch(problem))
     else:
         scratch = _manual_scratch(problem)
+        if not problem.query.is_contiguous():
+            # The caller's layout is made in the end.
+            scratch = max(scratch, sizes.get("context", 0))
     scratch += _vector_bytes(problem)
     return Cost(
         flops=attention_flops(problem),
@@ -90,41 +97,102 @@ def _vector_bytes(problem: CanonicalProblem) -> int:
     return places + dims.num_rows * (problem.compute_dtype.itemsize + 6)
 
 
-def _fused_scratch(problem: CanonicalProblem) -> int:
+def _output_bytes(problem: CanonicalProblem, name: str) -> int:
+    return math.prod(output_shape(problem, name)) * output_dtype(problem, name).itemsize
+
+
+def _fused_scratch(problem: CanonicalProblem, size: Cut, device_type: str) -> int:
     dims = problem.dims
-    itemsize = problem.query.dtype.itemsize
     strided = sum(t.nbytes for t in (problem.query, problem.key, problem.value) if t.stride(-1) != 1)
+    return strided + _fused_block(problem, size, device_type, is_part=not size.leaves_whole(dims))
+
+
+def _fused_block(problem: CanonicalProblem, size: Cut, device_type: str, *, is_part: bool) -> int:
+    """What one call takes, and the making of its mask."""
+    dims, itemsize, wide = problem.dims, problem.query.dtype.itemsize, problem.compute_dtype.itemsize
+    # One tile of queries against a run of keys.
+    tile = min(size.rows, 256) * (min(dims.seq_len_kv, 512) * (wide + itemsize) + (2 + dims.head_dim_v) * wide)
+    if itemsize < 4:
+        # Where the processor multiplies half numbers by tiles, keys and values are laid out for it first.
+        tile += size.items * size.heads * (dims.seq_len_kv + 64) * (dims.head_dim + dims.head_dim_v + 2) * itemsize
+    rows = size.items * size.heads * size.rows
+    # Its answer before it is put in its place.
+    answer = rows * (dims.head_dim_v * itemsize + 2 * wide) if is_part else 0
     if not fused.needs_mask(problem):
-        return strided
-    rows = fused.mask_block_rows(problem)
-    masks = [m for m in (problem.allow_mask, problem.block_mask, problem.bias) if m is not None]
-    heads = dims.num_heads if any(m.shape[1] > 1 for m in masks) else 1
-    by_row = (
+        return tile + answer
+    if fused.is_band(problem) and size.rows < dims.seq_len_q and device_type == "cpu":
+        # The queries turned round, and the answer too; the distances along one row.
+        turned = rows * (dims.head_dim + dims.head_dim_v) * itemsize + rows * wide
+        return tile + answer + turned + (size.rows + dims.seq_len_kv) * (3 * torch.int64.itemsize + itemsize)
+    by_item, by_head = fused.masks_apart(problem)
+    pairs = (
+        (size.items if by_item else 1)
+        * (size.heads if by_head else 1)
+        * (size.rows if _masks_by_row(problem) else 1)
+        * dims.seq_len_kv
+    )
+    # Two masks of booleans being combined, the mask as numbers, and SDPA's own float copy of it.
+    return tile + answer + pairs * (2 + itemsize + 4)
+
+
+def _masks_by_row(problem: CanonicalProblem) -> bool:
+    """Whether the mask differs between queries."""
+    masks = (m for m in (problem.allow_mask, problem.block_mask, problem.bias) if m is not None)
+    return (
         problem.causal
         or problem.window_left is not None
         or problem.window_right is not None
         or problem.query_lengths is not None
-        or any(m.shape[2] > 1 for m in masks)
+        or any(mask.shape[2] > 1 for mask in masks)
     )
-    pairs = dims.batch * heads * (rows if by_row else 1) * dims.seq_len_kv
-    # Two masks of booleans being combined, the mask as numbers, and SDPA's own float copy of it.
-    per_pair = 2 + itemsize + 4
-    blocks = math.ceil(dims.seq_len_q / max(1, rows))
-    rejoined = dims.num_rows * dims.head_dim_v * itemsize if blocks > 1 else 0
-    return strided + pairs * per_pair + rejoined
+
+
+def _isolated_scratch(problem: CanonicalProblem, own: Cut, device_type: str) -> int:
+    """What is taken where numbers are huge or not finite: marks, copies without them, the manual kernel beside."""
+    dims, itemsize, wide = problem.dims, problem.query.dtype.itemsize, problem.compute_dtype.itemsize
+    size = isolated.part_size(problem, device_type=device_type)
+    kv_heads = -(-size.heads // dims.group_size)
+    keys = size.items * kv_heads * dims.seq_len_kv * (dims.head_dim + dims.head_dim_v)
+    copies = (size.items * size.heads * dims.seq_len_q * dims.head_dim + keys) * itemsize
+    # Of a piece: |number|, whether it is sound, and what stands for it.
+    piece = COPIED_AT_ONCE * (2 * itemsize + 4)
+    marked = max(PAIRS_PER_BLOCK, dims.batch * dims.num_heads * dims.seq_len_kv)
+    marks = min(dims.num_pairs, marked) * 5
+    if (bias := problem.bias) is not None:
+        one_part = min(size.items, bias.shape[0]) * min(size.heads, bias.shape[1]) * bias.shape[2] * bias.shape[3]
+        copies += one_part * bias.dtype.itemsize
+        marks += min(bias.numel(), marked) * (bias.dtype.itemsize + wide + 4)
+        piece += COPIED_AT_ONCE * wide
+    call = Cut(min(own.items, size.items), min(own.heads, size.heads), own.rows)
+    by_fused = copies + max(piece, _fused_block(problem, call, device_type, is_part=True))
+    rows = manual.cut(dims, dims.seq_len_q).rows
+    by_manual = _manual_block(problem, manual.cut_again(dims, Cut(size.items, size.heads, rows)))
+    # The rows of the block as they were, as they are, and both chosen from.
+    by_manual += size.items * size.heads * rows * 2 * (dims.head_dim_v * itemsize + 2 * wide)
+    answer = 0
+    if not size.leaves_whole(dims):
+        answer = size.items * size.heads * dims.seq_len_q * (dims.head_dim_v * itemsize + 2 * wide + 2)
+    return max(marks, piece, answer + max(by_fused, by_manual))
 
 
 def _manual_scratch(problem: CanonicalProblem) -> int:
-    dims, wide = problem.dims, problem.compute_dtype.itemsize
     only = manual.computed_rows(problem)
-    num_rows = dims.seq_len_q if only is None else len(only)
-    rows = manual.block_rows(dims, num_rows)
-    pairs = dims.batch * dims.num_heads * rows * dims.seq_len_kv
+    return _manual_block(problem, manual.cut(problem.dims, problem.dims.seq_len_q if only is None else len(only)))
+
+
+def _manual_block(problem: CanonicalProblem, size: Cut) -> int:
+    """What the manual kernel takes for one block."""
+    dims = problem.dims
+    itemsize, wide = problem.query.dtype.itemsize, problem.compute_dtype.itemsize
+    items, heads, rows = size.items, size.heads, size.rows
+    pairs = items * heads * rows * dims.seq_len_kv
     half = problem.query.dtype != problem.compute_dtype
-    scratch = 0
+    keys = items * -(-heads // dims.group_size) * dims.seq_len_kv
+    # Of a value that is not finite: its finite part, and whether and how each number is none.
+    scratch = keys * dims.head_dim_v * (2 * wide + 3)
     if half or not problem.key.is_contiguous() or not problem.value.is_contiguous():
-        scratch += dims.batch * dims.num_kv_heads * dims.seq_len_kv * (dims.head_dim + dims.head_dim_v) * wide
-    scratch += dims.batch * dims.num_heads * rows * (2 * dims.head_dim + 2 * dims.head_dim_v) * wide
+        scratch += keys * (dims.head_dim + dims.head_dim_v) * wide
+    scratch += items * heads * rows * (2 * dims.head_dim + 2 * dims.head_dim_v) * wide
     # Scores, logits before and after the mask, weights; two masks of booleans.
     per_pair = 4 * wide + (0 if problem.forbids_nothing else 2)
     if problem.softcap is not None:
@@ -132,19 +200,13 @@ def _manual_scratch(problem: CanonicalProblem) -> int:
     if problem.alibi_slopes is not None:
         per_pair += wide
         # Distances are whole numbers first, one for all heads.
-        items = dims.batch if problem.is_ragged else 1
-        scratch += items * rows * dims.seq_len_kv * (2 * torch.int64.itemsize + wide)
+        places = items if problem.is_ragged else 1
+        scratch += places * rows * dims.seq_len_kv * (2 * torch.int64.itemsize + wide)
     if "top_weights" in problem.outputs:
-        # The ranked copy, its sorted values, and their indices.
-        per_pair += 2 * wide + 8
+        # The ranked copy; of the rows ranked at once their sorted values and indices.
+        per_pair += itemsize
+        scratch += min(pairs, max(manual.SORTED_PAIRS, dims.seq_len_kv)) * (itemsize + torch.int64.itemsize)
+        scratch += items * heads * rows * min(problem.top_k or 0, dims.seq_len_kv) * (itemsize + 9)
     if half:
-        per_pair += problem.query.dtype.itemsize
-    scratch += pairs * per_pair
-    if rows < num_rows:
-        # Blocks are joined at the end: for a moment the largest output stands twice.
-        sizes = [
-            math.prod(output_shape(problem, name)) * output_dtype(problem, name).itemsize
-            for name in named_outputs(problem)
-        ]
-        scratch += max(sizes)
-    return scratch
+        per_pair += itemsize
+    return scratch + pairs * per_pair

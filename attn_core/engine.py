@@ -10,15 +10,16 @@ from torch import Tensor
 
 from attn_core.canonical import CanonicalProblem, canonicalize, to_callers_form
 from attn_core.cost import Cost
-from attn_core.errors import AttentionError, Fault, InvalidProblem
-from attn_core.hazards import Hazards, find_hazards, isolate
-from attn_core.kernels import fused, logsumexp_by_operator, manual
+from attn_core.cut import runs
+from attn_core.errors import AttentionError, Checkpoint, Fault, InvalidProblem, never_abandoned
+from attn_core.hazards import Hazards, find_hazards, touched_rows
+from attn_core.kernels import fused, isolated, logsumexp_by_operator, manual
 from attn_core.kernels.output import KernelOutput, without_pairs
 from attn_core.maths.context import weighted_context
 from attn_core.numerics import compute_dtype, largest
 from attn_core.placement import bring_back, place
 from attn_core.prepared import PlainForm, Prepared, Problem, prepare
-from attn_core.problem import AttentionProblem, AttentionResult, WeightedSumProblem
+from attn_core.problem import AttentionProblem, AttentionResult, Dims, WeightedSumProblem
 from attn_core.validate import check_problem, check_values
 
 THREADS_FROM_FLOPS = 500_000_000
@@ -36,32 +37,39 @@ class Engine:
             # cuDNN may pick algorithms that give other bits from run to run.
             torch.backends.cuda.enable_cudnn_sdp(False)
 
-    def attend(self, problem: Problem) -> AttentionResult:
-        """Check one problem and run it. Raises: InvalidProblem."""
+    def attend(self, problem: Problem, checkpoint: Checkpoint | None = None) -> AttentionResult:
+        """Check one problem and run it. Raises: InvalidProblem, Abandoned from the checkpoint."""
         check_problem(problem)
         check_values(problem)
-        (result,) = self.run([problem])
+        (result,) = self.run([problem], [checkpoint])
         if isinstance(result, AttentionError):
             raise result
         return result
 
     @torch.inference_mode()
-    def run(self, problems: Sequence[Problem | Prepared]) -> list[AttentionResult | AttentionError]:
+    def run(
+        self, problems: Sequence[Problem | Prepared], checkpoints: Sequence[Checkpoint | None] | None = None
+    ) -> list[AttentionResult | AttentionError]:
         """Answer problems that ``check_problem`` and ``check_values`` passed, each by itself, in their order.
 
         Each is computed at its own shape, so its bits do not depend on its neighbours; what cannot be answered
         stands as the error in its place. Results lie on the device that their problem's tensors came from.
+        ``checkpoints`` has one for each problem, called before it begins and before each of its blocks.
         """
         results: list[AttentionResult | AttentionError] = []
-        for problem in problems:
+        for problem, checkpoint in zip(problems, checkpoints or [None] * len(problems), strict=True):
             try:
+                checkpoint = self._at_work(checkpoint)
+                checkpoint()
                 prepared = problem if isinstance(problem, Prepared) else self.prepare(problem)
                 if isinstance(prepared.problem, WeightedSumProblem):
-                    results.append(self._weighted_sum(prepared.problem, prepared.cost))
+                    results.append(self._weighted_sum(prepared.problem, prepared.cost, checkpoint))
                 else:
-                    results.append(self._attention(prepared.problem, prepared))
+                    plain = self._plain(prepared.problem, prepared) if prepared.plain is not None else None
+                    results.append(plain or self._attention(prepared.problem, prepared, checkpoint))
             except AttentionError as error:
-                results.append(error)
+                # Without its frames, which hold the tensors of the problem.
+                results.append(error.with_traceback(None))
         return results
 
     def prepare(self, problem: Problem) -> Prepared:
@@ -69,18 +77,20 @@ class Engine:
         return prepare(problem, device_type=self.device.type)
 
     def plain_context(
-        self, form: PlainForm, numbers: Tensor, query: Tensor, key: Tensor, value: Tensor
+        self, form: PlainForm, numbers: Sequence[Tensor], query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor | None:
         """The context of a problem of a plain form, in the caller's rank; None where its numbers need more care.
 
-        ``numbers`` are all of query, key and value, flat. The bits are those that ``run`` gives.
+        ``numbers`` are all of query, key and value, flat, in one piece or several. The bits are those that ``run``
+        gives.
         """
-        if numbers.dtype == torch.float32:
-            # One product instead of two comparisons. NaN and infinity stay what they are in it.
-            if not torch.dot(numbers, numbers).item() <= form.safe_square_sum:
+        for piece in numbers:
+            if form.dtype == torch.float32:
+                # One product instead of two comparisons. NaN and infinity stay what they are in it.
+                if not torch.dot(piece, piece).item() <= form.safe_square_sum:
+                    return None
+            elif not largest(piece) <= form.safe_number:
                 return None
-        elif not largest(numbers) <= form.safe_number:
-            return None
         self._use_threads(form.cost.flops)
         context = fused.plain(
             query, key, value, scale=form.scale, is_causal=form.is_causal, shares_heads=form.shares_heads
@@ -94,20 +104,54 @@ class Engine:
         self.attend(problem)
         self.attend(AttentionProblem(query=query, options=replace(problem.options, outputs=("context", "weights"))))
 
-    def _attention(self, problem: AttentionProblem, prepared: Prepared) -> AttentionResult:
+    def _at_work(self, checkpoint: Checkpoint | None) -> Checkpoint:
+        """The checkpoint as kernels call it: on a GPU, once the blocks begun before it are done."""
+        if checkpoint is None:
+            return never_abandoned
+        if self.device.type != "cuda":
+            return checkpoint
+
+        def after_the_blocks_before() -> None:
+            torch.cuda.current_stream(self.device).synchronize()
+            checkpoint()
+
+        return after_the_blocks_before
+
+    def _plain(self, problem: AttentionProblem, prepared: Prepared) -> AttentionResult | None:
+        """The result of a problem of a plain form; None where its numbers need more care."""
+        form = prepared.plain
+        assert form is not None
+        numbers = prepared.numbers or tuple(tensor.view(-1) for tensor in problem.tensors().values())
+        query = problem.query.view(form.query_shape)
+        key = query if problem.key is None else problem.key.view(form.key_shape)
+        value = query if problem.value is None else problem.value.view(form.value_shape)
+        context = self.plain_context(form, numbers, query, key, value)
+        if context is None:
+            return None
+        return AttentionResult(
+            outputs={"context": context.contiguous()},
+            path=form.path,
+            why=form.why,
+            device=str(self.device),
+            dtype=form.dtype,
+            peak_bytes=form.cost.peak_bytes,
+            flops=form.cost.flops,
+        )
+
+    def _attention(self, problem: AttentionProblem, prepared: Prepared, checkpoint: Checkpoint) -> AttentionResult:
         path, why, cost = prepared.path, prepared.why, prepared.cost
         canonical = self._canonical(problem, prepared)
         self._use_threads(cost.flops)
         if problem.options.empty_rows == "error":
-            _refuse_empty_rows(canonical)
+            _refuse_empty_rows(canonical, checkpoint)
         if canonical.dims.num_pairs == 0:
             output = without_pairs(canonical)
         elif path == "fused":
-            output, path, note = _fused_beside_manual(canonical, is_asked=problem.options.path is not None)
+            output, path, note = _fused_beside_manual(canonical, checkpoint, is_asked=problem.options.path is not None)
             why = note if path == "manual" else why + note
         else:
-            output = manual.attend(canonical, find_hazards(canonical))
-        empty = output.empty if output.covers_all_rows else canonical.empty_rows()
+            output = manual.attend(canonical, find_hazards(canonical, checkpoint), checkpoint)
+        empty = output.empty if output.covers_all_rows else canonical.empty_rows(checkpoint)
         if empty is not None and canonical.query_lengths is not None:
             empty = empty & canonical.counted_rows()
         outputs = {name: to_callers_form(name, tensor, problem) for name, tensor in output.outputs.items()}
@@ -131,17 +175,15 @@ class Engine:
             return prepared.canonical
         return canonicalize(replace(problem, **placed))  # type: ignore[arg-type]
 
-    def _weighted_sum(self, problem: WeightedSumProblem, cost: Cost) -> AttentionResult:
+    def _weighted_sum(self, problem: WeightedSumProblem, cost: Cost, checkpoint: Checkpoint) -> AttentionResult:
         self._use_threads(cost.flops)
         storage = problem.weights.dtype
-        arithmetic = compute_dtype(storage)
         rank = problem.weights.ndim
-        placed = place(problem.tensors(), self.device)
         weights, value = (
-            placed[name].to(arithmetic).reshape((1,) * (4 - rank) + tuple(placed[name].shape))
-            for name in ("weights", "value")
+            tensor.reshape((1,) * (4 - rank) + tuple(tensor.shape))
+            for tensor in place(problem.tensors(), self.device).values()
         )
-        context = weighted_context(weights, value).to(storage)
+        context = _weighted_context_in_blocks(weights, value, checkpoint)
         nonfinite = ~torch.isfinite(context).all(dim=-1)
         context = context.reshape(*problem.weights.shape[:-1], problem.value.shape[-1])
         return AttentionResult(
@@ -170,45 +212,60 @@ def estimate(problem: Problem, *, device_type: str) -> Cost:
     return prepare(problem, device_type=device_type).cost
 
 
-def _fused_beside_manual(problem: CanonicalProblem, *, is_asked: bool) -> tuple[KernelOutput, str, str]:
+def _weighted_context_in_blocks(weights: Tensor, value: Tensor, checkpoint: Checkpoint) -> Tensor:
+    """weights @ value of rank 4 in their dtype, with the arithmetic of it."""
+    storage, width = weights.dtype, value.shape[3]
+    arithmetic = compute_dtype(storage)
+    batch, num_heads, seq_len_q, seq_len_kv = weights.shape
+    dims = Dims(batch, num_heads, value.shape[1], seq_len_q, seq_len_kv, head_dim=0, head_dim_v=width)
+    size = manual.cut_sum(dims)
+    if size.leaves_whole(dims):
+        return weighted_context(weights.to(arithmetic), value.to(arithmetic)).to(storage)
+    context = torch.empty(batch, num_heads, seq_len_q, width, dtype=storage, device=weights.device)
+    for items, heads in size.parts(dims):
+        shared = slice(heads.start // dims.group_size, (heads.stop - 1) // dims.group_size + 1)
+        own = value[items, shared].to(arithmetic)
+        for rows in runs(seq_len_q, size.rows):
+            checkpoint()
+            context[items, heads, rows] = weighted_context(weights[items, heads, rows].to(arithmetic), own)
+    return context
+
+
+def _fused_beside_manual(
+    problem: CanonicalProblem, checkpoint: Checkpoint, *, is_asked: bool
+) -> tuple[KernelOutput, str, str]:
     """The fused kernel, and the manual one for what the fused one gets wrong.
 
     Gives the path that ran, too, and what is to be said of it: "manual" where no row is left for the fused kernel
     and the caller did not insist.
     """
-    hazards = find_hazards(problem)
+    hazards = find_hazards(problem, checkpoint)
     if "logsumexp" not in problem.outputs or logsumexp_by_operator(problem):
-        return _isolated(problem, hazards, is_asked=is_asked)
-    by_manual = manual.attend(replace(problem, outputs=("logsumexp",)), hazards)
-    output, path, note = _isolated(replace(problem, outputs=("context",)), hazards, is_asked=is_asked)
+        return _isolated(problem, hazards, checkpoint, is_asked=is_asked)
+    by_manual = manual.attend(replace(problem, outputs=("logsumexp",)), hazards, checkpoint)
+    output, path, note = _isolated(replace(problem, outputs=("context",)), hazards, checkpoint, is_asked=is_asked)
     outputs = output.outputs | by_manual.outputs
     merged = replace(output, outputs={name: outputs[name] for name in problem.outputs})
     return merged, path, "; logsumexp by the manual kernel" + note
 
 
-def _isolated(problem: CanonicalProblem, hazards: Hazards, *, is_asked: bool) -> tuple[KernelOutput, str, str]:
-    """The fused kernel on the numbers it answers right, the manual one for the rows that attend others."""
+def _isolated(
+    problem: CanonicalProblem, hazards: Hazards, checkpoint: Checkpoint, *, is_asked: bool
+) -> tuple[KernelOutput, str, str]:
+    """The fused kernel, with the manual one for the rows that attend hazardous numbers."""
     if not hazards.any:
-        return fused.attend(problem), "fused", ""
-    clean, touched = isolate(problem, hazards)
+        return fused.attend(problem, checkpoint), "fused", ""
+    touched = touched_rows(problem, hazards, checkpoint)
     count = _count(touched)
+    output = isolated.attend(problem, hazards, touched, checkpoint)
     if count == touched.numel() and not is_asked:
-        return manual.attend(problem, hazards), "manual", "every row attends huge or non-finite numbers"
-    output = fused.attend(clean)
-    if not count:
-        return output, "fused", ""
-    exact = manual.attend(problem, hazards)
-    merged = {
-        name: torch.where(touched if name == "logsumexp" else touched.unsqueeze(-1), exact.outputs[name], tensor)
-        for name, tensor in output.outputs.items()
-    }
-    nonfinite = None if exact.nonfinite is None else exact.nonfinite & touched
-    note = f"; {count} rows that attend huge or non-finite numbers by the manual kernel"
-    return KernelOutput(outputs=merged, empty=output.empty, nonfinite=nonfinite), "fused", note
+        return output, "manual", "every row attends huge or non-finite numbers"
+    note = f"; {count} rows that attend huge or non-finite numbers by the manual kernel" if count else ""
+    return output, "fused", note
 
 
-def _refuse_empty_rows(problem: CanonicalProblem) -> None:
-    empty = problem.empty_rows()
+def _refuse_empty_rows(problem: CanonicalProblem, checkpoint: Checkpoint) -> None:
+    empty = problem.empty_rows(checkpoint)
     if empty.any():
         first = ",".join(str(index) for index in empty.nonzero()[0].tolist())
         expected = "at least one key that every query may attend"

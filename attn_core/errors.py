@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+MAX_FAULTS = 50
+"""So many wrong numbers of one tensor are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +40,24 @@ class TooLarge(AttentionError):
         self.needed_bytes = needed_bytes
         self.allowed_bytes = allowed_bytes
         super().__init__(f"needs {needed_bytes} bytes, {allowed_bytes} bytes are allowed")
+
+
+class Abandoned(AttentionError):
+    """Nobody waits for the answer any more."""
+
+
+Checkpoint = Callable[[], None]
+"""Called before each block of a large problem; raises ``Abandoned`` to stop it there."""
+
+
+def never_abandoned() -> None:
+    """The checkpoint of a problem whose answer is waited for whatever it takes."""
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape as callers write it: ``[1,4,16,32]``."""
+    return "[" + ",".join(str(axis) for axis in shape) + "]"
+
+
+def names_text(names: Sequence[str]) -> str:
+    return ", ".join(names[:-1]) + " or " + names[-1] if len(names) > 1 else names[0]

@@ -10,15 +10,20 @@ the same bits as if they were any other number.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from attn_core.canonical import CanonicalProblem
+from attn_core.cut import runs
+from attn_core.errors import Checkpoint, never_abandoned
 from attn_core.numerics import largest, safe_operand, safe_value
 
-_PAIRS_PER_BLOCK = 2**22
+PAIRS_PER_BLOCK = 2**19
+READ_AT_ONCE = 2**24
+COPIED_AT_ONCE = 2**18
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,36 +41,75 @@ class Hazards:
         return self.query or self.key or self.value or self.bias or self.alibi
 
 
-def find_hazards(problem: CanonicalProblem) -> Hazards:
+def find_hazards(problem: CanonicalProblem, checkpoint: Checkpoint = never_abandoned) -> Hazards:
     """Look at every number once. Nothing found means that every row has a finite softmax and context.
 
     On a GPU this waits for the stream.
     """
     dims = problem.dims
-    operand = safe_operand(problem.query.dtype, head_dim=dims.head_dim, scale=problem.scale)
-    bound = safe_value(problem.query.dtype, seq_len_kv=dims.seq_len_kv)
+    operand, bound = _limits(problem)
     alibi = False
     if problem.alibi_slopes is not None:
         offset = problem.query_offset
         shift = largest(offset) if isinstance(offset, Tensor) else abs(offset)
         farthest = shift + dims.seq_len_q + dims.seq_len_kv
         alibi = not largest(problem.alibi_slopes) * farthest <= 1e30
+
+    def exceeds(tensor: Tensor, limit: float) -> bool:
+        for piece in _pieces(tensor.shape, READ_AT_ONCE):
+            checkpoint()
+            # Written so that NaN, which compares as False, counts as a hazard.
+            if not largest(tensor[piece]) <= limit:
+                return True
+        return False
+
     return Hazards(
-        # Written so that NaN, which compares as False, counts as a hazard.
-        query=not largest(problem.query) <= operand,
-        key=not largest(problem.key) <= operand,
-        value=not largest(problem.value) <= bound,
-        bias=problem.bias is not None and _is_hazardous(problem.bias, problem.compute_dtype),
+        query=exceeds(problem.query, operand),
+        key=exceeds(problem.key, operand),
+        value=exceeds(problem.value, bound),
+        bias=problem.bias is not None and _is_hazardous(problem.bias, problem.compute_dtype, checkpoint),
         alibi=alibi,
     )
 
 
-def _is_hazardous(bias: Tensor, arithmetic: torch.dtype) -> bool:
+def _limits(problem: CanonicalProblem) -> tuple[float, float]:
+    """The largest |number| that is no hazard, in query and key and in value."""
+    dims, dtype = problem.dims, problem.query.dtype
+    return (
+        safe_operand(dtype, head_dim=dims.head_dim, scale=problem.scale),
+        safe_value(dtype, seq_len_kv=dims.seq_len_kv),
+    )
+
+
+def _pieces(shape: Sequence[int], most: int) -> Iterator[tuple[slice, ...]]:
+    """A tensor ``[.., width]`` in pieces of about so many numbers, cut along its first axes."""
+    numbers, every = math.prod(shape), (slice(None),) * len(shape)
+    axis = next((axis for axis, size in enumerate(shape[:-1]) if size > 1), None)
+    if numbers <= most or axis is None:
+        yield every
+        return
+    size = most * shape[axis] // numbers
+    if size:
+        for own in runs(shape[axis], size):
+            yield (*every[:axis], own, *every[axis + 1 :])
+        return
+    for own in runs(shape[axis], 1):
+        for inner in _pieces(shape[axis + 1 :], most):
+            yield (*every[:axis], own, *inner)
+
+
+def _is_hazardous(bias: Tensor, arithmetic: torch.dtype, checkpoint: Checkpoint) -> bool:
     """Whether a bias holds NaN, +inf or a number beyond the arithmetic; -inf is a mask."""
-    if bias.dtype == torch.float64 != arithmetic:
-        return bool(_unsound(bias, arithmetic).any())
-    # Nothing is rounded away, so the largest tells both.
-    return bias.numel() > 0 and not bias.max().item() < math.inf
+    for piece in _pieces(bias.shape, READ_AT_ONCE):
+        checkpoint()
+        part = bias[piece]
+        if bias.dtype == torch.float64 != arithmetic:
+            if bool(_unsound(part, arithmetic).any()):
+                return True
+        elif part.numel() and not part.max().item() < math.inf:
+            # Nothing is rounded away, so the largest tells both.
+            return True
+    return False
 
 
 def _unsound(bias: Tensor, arithmetic: torch.dtype) -> Tensor:
@@ -73,37 +117,28 @@ def _unsound(bias: Tensor, arithmetic: torch.dtype) -> Tensor:
     return ~(torch.isfinite(bias.to(arithmetic)) | torch.isneginf(bias))
 
 
-def isolate(problem: CanonicalProblem, hazards: Hazards) -> tuple[CanonicalProblem, Tensor]:
-    """The problem with hazardous numbers zeroed, and which rows attend one: ``[batch, num_heads, seq_len_q]``."""
+def touched_rows(problem: CanonicalProblem, hazards: Hazards, checkpoint: Checkpoint = never_abandoned) -> Tensor:
+    """Which rows attend a hazardous number, of their own or of a key's: bool ``[batch, num_heads, seq_len_q]``."""
     dims = problem.dims
-    operand = safe_operand(problem.query.dtype, head_dim=dims.head_dim, scale=problem.scale)
-    bound = safe_value(problem.query.dtype, seq_len_kv=dims.seq_len_kv)
-    clean = problem
+    operand, bound = _limits(problem)
     bad_row = torch.zeros((1, 1, dims.seq_len_q), dtype=torch.bool, device=problem.device)
     bad_key = torch.zeros((1, 1, dims.seq_len_kv), dtype=torch.bool, device=problem.device)
     if hazards.query:
-        good = problem.query.abs() <= operand
-        clean = replace(clean, query=torch.where(good, problem.query, 0.0))
-        bad_row = ~good.all(dim=-1)
+        bad_row = _tokens_beyond(problem.query, operand, checkpoint)
     if hazards.key:
-        key, bad_key = _zero_beyond(problem.key, operand)
-        clean = replace(clean, key=key)
+        bad_key = _tokens_beyond(problem.key, operand, checkpoint)
     if hazards.value:
-        value, bad_value = _zero_beyond(problem.value, bound)
-        clean = replace(clean, value=value)
-        bad_key = bad_key | bad_value
+        bad_key = bad_key | _tokens_beyond(problem.value, bound, checkpoint)
     # A key of a shared head is attended by every query head of its group.
     bad_key = bad_key.repeat_interleave(dims.num_heads // bad_key.shape[1], dim=1).unsqueeze(-2)
-    bad_pair: Tensor | None = None
-    if hazards.bias:
-        assert problem.bias is not None
-        bad_pair = _unsound(problem.bias, problem.compute_dtype)
-        clean = replace(clean, bias=torch.where(bad_pair, 0.0, problem.bias))
-    touched = []
-    for rows in problem.row_blocks(_PAIRS_PER_BLOCK):
+    touched = torch.empty(dims.batch, dims.num_heads, dims.seq_len_q, dtype=torch.bool, device=problem.device)
+    for rows in problem.row_blocks(PAIRS_PER_BLOCK):
+        checkpoint()
         hit = bad_key
-        if bad_pair is not None:
-            hit = hit | (bad_pair if bad_pair.shape[-2] == 1 else bad_pair[..., rows, :])
+        if hazards.bias:
+            assert problem.bias is not None
+            bias = problem.bias if problem.bias.shape[-2] == 1 else problem.bias[..., rows, :]
+            hit = hit | _unsound(bias, problem.compute_dtype)
         allowed = problem.allowed(rows)
         if allowed is not None:
             hit = hit & allowed
@@ -112,11 +147,47 @@ def isolate(problem: CanonicalProblem, hazards: Hazards) -> tuple[CanonicalProbl
         if allowed is not None:
             # An empty row attends nothing, itself included: its answer is defined.
             own = own & allowed.any(dim=-1)
-        touched.append((hit_row | own).expand(dims.batch, dims.num_heads, rows.numel()))
-    return clean, torch.cat(touched, dim=-1)
+        touched[:, :, rows] = hit_row | own
+    return touched
 
 
-def _zero_beyond(tensor: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """The tensor with every |number| over ``limit``, and every NaN, as 0, and the tokens that had one."""
-    good = tensor.abs() <= limit
-    return torch.where(good, tensor, 0.0), ~good.all(dim=-1)
+def without_hazards(
+    problem: CanonicalProblem, hazards: Hazards, checkpoint: Checkpoint = never_abandoned
+) -> CanonicalProblem:
+    """The problem with every hazardous number as 0, in copies."""
+    operand, bound = _limits(problem)
+    clean = problem
+    if hazards.query:
+        clean = replace(clean, query=_zero_beyond(problem.query, operand, checkpoint))
+    if hazards.key:
+        clean = replace(clean, key=_zero_beyond(problem.key, operand, checkpoint))
+    if hazards.value:
+        clean = replace(clean, value=_zero_beyond(problem.value, bound, checkpoint))
+    if hazards.bias:
+        assert problem.bias is not None
+        bias = torch.empty_like(problem.bias)
+        for piece in _pieces(bias.shape, COPIED_AT_ONCE):
+            checkpoint()
+            own = problem.bias[piece]
+            bias[piece] = torch.where(_unsound(own, problem.compute_dtype), 0.0, own)
+        clean = replace(clean, bias=bias)
+    return clean
+
+
+def _zero_beyond(tensor: Tensor, limit: float, checkpoint: Checkpoint) -> Tensor:
+    """The tensor with every |number| over ``limit``, and every NaN, as 0."""
+    clean = torch.empty_like(tensor)
+    for piece in _pieces(tensor.shape, COPIED_AT_ONCE):
+        checkpoint()
+        own = tensor[piece]
+        clean[piece] = torch.where(own.abs() <= limit, own, 0.0)
+    return clean
+
+
+def _tokens_beyond(tensor: Tensor, limit: float, checkpoint: Checkpoint) -> Tensor:
+    """The tokens that have a |number| over ``limit``, or NaN: bool ``[batch, heads, tokens]``."""
+    beyond = torch.empty(tensor.shape[:-1], dtype=torch.bool, device=tensor.device)
+    for piece in _pieces(tensor.shape, COPIED_AT_ONCE):
+        checkpoint()
+        beyond[piece[:-1]] = ~(tensor[piece].abs() <= limit).all(dim=-1)
+    return beyond

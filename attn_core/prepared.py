@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from attn_core.canonical import CanonicalProblem, canonicalize
 from attn_core.cost import Cost, attention_cost, weighted_sum_cost
@@ -27,7 +28,8 @@ ROUNDING_ROOM = 4.0
 class Prepared:
     """A checked problem, the kernel that will serve it, and what that takes.
 
-    ``canonical`` is the form kernels read, None for a weighted sum. ``plain`` is there for the simplest problems.
+    ``canonical`` is the form kernels read, None where it was not needed so far. ``plain`` is there for the simplest
+    problems; ``numbers`` are then all of their numbers, flat, where they lie together.
     """
 
     problem: Problem
@@ -36,6 +38,17 @@ class Prepared:
     cost: Cost
     canonical: CanonicalProblem | None = None
     plain: PlainForm | None = None
+    numbers: tuple[Tensor, ...] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Queries of all items, padding counted."""
+        if self.plain is not None:
+            return self.plain.query_shape[0] * self.plain.query_shape[2]
+        if self.canonical is not None:
+            return self.canonical.dims.batch * self.canonical.dims.seq_len_q
+        assert isinstance(self.problem, WeightedSumProblem)
+        return math.prod(self.problem.weights.shape[:-1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,13 +8,13 @@ lengths, offsets, slopes and sinks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from attn_core.errors import Fault, InvalidProblem
+from attn_core.errors import MAX_FAULTS, Fault, InvalidProblem, names_text, shape_text
 from attn_core.numerics import compute_dtype
 from attn_core.problem import (
     FLOAT_DTYPES,
@@ -31,8 +31,6 @@ from attn_core.problem import (
 )
 from attn_core.support import PATHS, path_expectation, why_not_by_options
 
-MAX_FAULTS = 50
-"""So many wrong numbers of one tensor are named."""
 MAX_OFFSET = 2**53
 """Beyond it a position is no longer exact in float64, in which ALiBi distances are taken."""
 
@@ -76,17 +74,8 @@ def dims_of(problem: AttentionProblem) -> Dims:
     return _Axes.read(specs, problem.options, broken=()).dims()
 
 
-def shape_text(shape: Sequence[int]) -> str:
-    """A shape as callers write it: ``[1,4,16,32]``."""
-    return "[" + ",".join(str(axis) for axis in shape) + "]"
-
-
 def dtype_text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def names_text(names: Sequence[str]) -> str:
-    return ", ".join(names[:-1]) + " or " + names[-1] if len(names) > 1 else names[0]
 
 
 @dataclass(slots=True)

@@ -49,9 +49,8 @@ class Attend:
         self._prepare = prepare
         self._engine = engine
         self._clock = clock
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._turn = -1.0
         self._spent_s = 0.0
+        self._turn_ends = False
 
     def wait_s(self) -> float:
         """The estimated wait of one more small problem."""
@@ -126,29 +125,53 @@ class Attend:
         for long since it last looked at its sockets."""
         if self._engine is None or estimated_s > AT_ONCE_S or not self._queue.is_empty:
             return False
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-        # The loop's clock stands still between two looks at its sockets.
-        turn = self._loop.time()
-        if turn != self._turn:
-            self._turn, self._spent_s = turn, 0.0
-        return self._spent_s + estimated_s <= AT_ONCE_S
+        if self._spent_s + estimated_s <= AT_ONCE_S:
+            return True
+        # What is left of earlier turns must not keep the longer ones out for good.
+        self._end_turn()
+        return False
 
     def plain_estimate_s(self, form: PlainForm) -> float:
         return self._pace.estimate_s(form.cost, form.path)
 
     def run_plain_at_once(
-        self, form: PlainForm, numbers: Tensor, query: Tensor, key: Tensor, value: Tensor, estimated_s: float
+        self,
+        form: PlainForm,
+        numbers: tuple[Tensor, ...],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        estimated_s: float,
     ) -> Tensor | None:
         """The context of a problem of a plain form, after ``may_run_at_once``; None where it needs ``begin``."""
         assert self._engine is not None
+        self._spend(estimated_s)
+        try:
+            return self._engine.plain_context(form, numbers, query, key, value)
+        except Exception as error:
+            log.warning("not computed at once: %s", type(error).__name__)
+            return None
+
+    def _spend(self, estimated_s: float) -> None:
         self._spent_s += estimated_s
-        return self._engine.plain_context(form, numbers, query, key, value)
+        if self._spent_s > AT_ONCE_S / 2:
+            # A turn of few small problems need not be told from the next.
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        """Begin anew after the next look at the sockets, which comes before what is called soon. The loop's clock does
+        not tell these apart: uvloop's runs on between them."""
+        if not self._turn_ends:
+            self._turn_ends = True
+            asyncio.get_running_loop().call_soon(self._begin_turn)
+
+    def _begin_turn(self) -> None:
+        self._turn_ends, self._spent_s = False, 0.0
 
     def _run_at_once(self, prepared: Prepared, needed_bytes: int, estimated_s: float) -> Outcome | None:
         """None after a mistake that nobody foresaw: the engine's own threads know what to do about it."""
         assert self._engine is not None
-        self._spent_s += estimated_s
+        self._spend(estimated_s)
         began = self._clock()
         try:
             (outcome,) = self._engine.run([prepared])

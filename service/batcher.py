@@ -120,6 +120,11 @@ class Batcher:
             except _DeviceLost as lost:
                 self._lose(lost.error)
                 self._refuse(batch)
+            except Exception as error:
+                # A mistake of ours must neither end the lane nor leave anybody waiting.
+                log.exception("a batch of %d was given up", len(batch))
+                for pending in batch:
+                    self._post(pending, error)
             finally:
                 self._queue.done(batch)
 

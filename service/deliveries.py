@@ -19,8 +19,10 @@ class Deliveries:
     def post(self, pending: Pending, outcome: Outcome) -> None:
         """Hand over an outcome. One that nobody waits for any more is dropped."""
         self._posted.append((pending, outcome))
-        if self._is_scheduled:
-            return
+        if not self._is_scheduled:
+            self._schedule()
+
+    def _schedule(self) -> None:
         self._is_scheduled = True
         try:
             self._loop.call_soon_threadsafe(self._deliver)
@@ -31,8 +33,14 @@ class Deliveries:
     def _deliver(self) -> None:
         # First: what is posted from here on schedules another turn.
         self._is_scheduled = False
-        while self._posted:
-            pending, outcome = self._posted.popleft()
-            pending.is_computed = True
-            if not pending.is_abandoned:
-                pending.deliver(outcome)
+        try:
+            while self._posted:
+                pending, outcome = self._posted.popleft()
+                # A batch that is lost is refused whole, whatever of it was answered already.
+                is_first, pending.is_computed = not pending.is_computed, True
+                if is_first and not pending.is_abandoned:
+                    pending.deliver(outcome)
+        finally:
+            if self._posted and not self._is_scheduled:
+                # One of them failed, which the loop reports: the others still get theirs.
+                self._schedule()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import logging
 import math
 import os
@@ -39,9 +40,10 @@ from service.pace import Pace
 from service.request_queue import RequestQueue
 from service.settings import Settings
 from service.telemetry import Metrics, set_up_logging
+from service.text_workers import TextWorkers
+from service.wire.arrays import Limits
 from service.wire.plain_recipes import PlainRecipes
 from service.wire.requests import ReadLimits
-from service.wire.tensors import Limits
 
 log = logging.getLogger("attn.main")
 
@@ -133,6 +135,7 @@ class Composition:
     batcher: Batcher
     admission: Admission
     metrics: Metrics
+    text_workers: TextWorkers
 
 
 def compose(
@@ -164,7 +167,8 @@ def compose(
         max_wait_s=settings.max_wait_s,
     )
     metrics.queue_depth.set_function(lambda: len(queue))
-    metrics.watch_memory(functools.partial(_memory_by_kind, device))
+    text_workers = TextWorkers(num_workers=_num_text_workers(settings))
+    metrics.watch_memory(functools.partial(_memory_by_kind, device, text_workers))
 
     def on_lost(error: BaseException) -> None:
         lifecycle.mark_lost(error)
@@ -193,7 +197,11 @@ def compose(
     )
     limits = RestLimits(
         read=ReadLimits(
-            tensors=Limits(max_tensor_elements=settings.max_tensor_elements, max_axis=settings.max_axis),
+            tensors=Limits(
+                max_tensor_elements=settings.max_tensor_elements,
+                max_axis=settings.max_axis,
+                max_json_lists=settings.max_json_lists,
+            ),
             max_timeout_s=settings.max_timeout_s,
         ),
         max_body_bytes=settings.max_body_bytes,
@@ -212,6 +220,7 @@ def compose(
             limits=limits,
             version=service_version(),
             device=str(device),
+            text_workers=text_workers,
         )
     )
     door = BinaryDoor(
@@ -224,7 +233,14 @@ def compose(
         recipes=PlainRecipes(device=str(device)),
     )
     return Composition(
-        app=app, door=door, lifecycle=lifecycle, queue=queue, batcher=batcher, admission=admission, metrics=metrics
+        app=app,
+        door=door,
+        lifecycle=lifecycle,
+        queue=queue,
+        batcher=batcher,
+        admission=admission,
+        metrics=metrics,
+        text_workers=text_workers,
     )
 
 
@@ -288,7 +304,11 @@ async def _serve(settings: Settings, device: torch.device, listener: socket.sock
     )
     lifecycle, server = parts.lifecycle, make_server(parts, settings)
     lifecycle.listen_for_signals()
+    # What is there now stays: a collection of garbage need not look at it, which would take a tenth of a second.
+    gc.collect()
+    gc.freeze()
     parts.batcher.start()
+    parts.text_workers.start()
     host, port = listener.getsockname()[:2]
     log.info("listening", extra={"fields": {"host": host, "port": port, "device": str(device), "threads": threads}})
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -313,6 +333,7 @@ async def _serve(settings: Settings, device: torch.device, listener: socket.sock
     lifecycle.mark_stopped()
     lifecycle.ignore_signals()
     engine_ended = await asyncio.to_thread(parts.batcher.stop, ENGINE_STOP_S)
+    await asyncio.to_thread(parts.text_workers.stop)
     log.info("stopped", extra={"fields": {"given_up_requests": given_up, "unsent_answers": unsent}})
     return (1 if given_up or unsent or is_lost else 0), engine_ended
 
@@ -324,7 +345,13 @@ def _allowed_bytes(settings: Settings, device: torch.device) -> Callable[[], int
     return lambda: int(BUDGET_SHARE * machine.free_bytes(device))
 
 
-def _memory_by_kind(device: torch.device) -> dict[str, float]:
+def _num_text_workers(settings: Settings) -> int:
+    if settings.text_workers is not None:
+        return settings.text_workers
+    return 1 if machine.usable_cores() <= 2 else 2
+
+
+def _memory_by_kind(device: torch.device, text_workers: TextWorkers) -> dict[str, float]:
     if device.type == "cuda":
         return {
             "allocated": torch.cuda.memory_allocated(device),
@@ -333,7 +360,7 @@ def _memory_by_kind(device: torch.device) -> dict[str, float]:
             "limit": machine.total_bytes(device),
         }
     return {
-        "resident": machine.resident_bytes(),
+        "resident": machine.resident_bytes() + sum(map(machine.private_bytes, text_workers.pids())),
         "peak": machine.peak_resident_bytes(),
         "limit": machine.total_bytes(device),
     }

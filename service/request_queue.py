@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,7 +31,8 @@ class Answer:
 Outcome = Answer | BaseException
 
 
-@dataclass(slots=True, eq=False)
+# deque.remove writes out what it does not find: a repr of tensors and buffers would hold up the loop for seconds.
+@dataclass(slots=True, eq=False, repr=False)
 class Pending:
     """A problem on its way. ``deliver`` is called once, in the event loop; ``is_abandoned`` is read by the engine.
 
@@ -79,6 +81,7 @@ class RequestQueue:
         self._closed = False
         self._waiting_s = {True: 0.0, False: 0.0}
         self._running_s = {True: 0.0, False: 0.0}
+        self._num_running = {True: 0, False: 0}
 
     def __len__(self) -> int:
         return len(self._small) + len(self._large)
@@ -133,6 +136,7 @@ class RequestQueue:
         """What was taken is computed, or given up."""
         with self._lock:
             for pending in batch:
+                self._num_running[pending.ride.is_large] -= 1
                 self._count(pending.ride.is_large, running_s=-pending.estimated_s)
 
     def close(self) -> None:
@@ -142,6 +146,15 @@ class RequestQueue:
             self._small_came.notify_all()
             self._large_came.notify_all()
 
+    def check_integrity(self) -> None:
+        """Nobody waits beyond the bound, and the estimates add up to what waits and runs."""
+        with self._lock:
+            assert len(self) <= self.max_requests
+            for is_large, lane in ((False, self._small), (True, self._large)):
+                expected_s = sum(pending.estimated_s for pending in lane)
+                assert math.isclose(self._waiting_s[is_large], expected_s, rel_tol=1e-6, abs_tol=1e-6)
+                assert self._num_running[is_large] > 0 or self._num_running[is_large] == self._running_s[is_large] == 0
+
     @property
     def _share(self) -> int:
         return share_of(len(self._small), self._num_small_workers, self._budget)
@@ -149,11 +162,13 @@ class RequestQueue:
     def _taken(self, lane: deque[Pending], count: int) -> list[Pending]:
         batch = [lane.popleft() for _ in range(count)]
         estimated_s = sum(pending.estimated_s for pending in batch)
+        self._num_running[lane is self._large] += count
         self._count(lane is self._large, waiting_s=-estimated_s, running_s=estimated_s)
         return batch
 
     def _count(self, is_large: bool, *, waiting_s: float = 0.0, running_s: float = 0.0) -> None:
         # Sums of floats drift: an empty lane waits for nothing.
-        lane = self._large if is_large else self._small
-        self._waiting_s[is_large] = self._waiting_s[is_large] + waiting_s if lane else 0.0
-        self._running_s[is_large] = max(0.0, self._running_s[is_large] + running_s)
+        waiting_s += self._waiting_s[is_large]
+        running_s += self._running_s[is_large]
+        self._waiting_s[is_large] = max(0.0, waiting_s) if (self._large if is_large else self._small) else 0.0
+        self._running_s[is_large] = max(0.0, running_s) if self._num_running[is_large] else 0.0

@@ -46,7 +46,14 @@ class Settings(BaseSettings):
     )
     max_body_bytes: int = Field(512 * 2**20, ge=1024, description="largest body, as sent and inflated")
     max_json_bytes: int = Field(
-        64 * 2**20, ge=1024, description="largest JSON body: reading text holds up everybody else, safetensors does not"
+        256 * 2**20, ge=1024, description="largest JSON body: reading text takes six times its memory, safetensors none"
+    )
+    max_json_lists: int = Field(2**22, ge=1, description="lists in one JSON body, at every depth: rows of its tensors")
+    text_workers: int | None = Field(
+        None,
+        ge=0,
+        le=64,
+        description="processes for long JSON; unset: 1 on up to two cores, else 2; 0: the server reads it, all wait",
     )
     max_body_bytes_inside: int = Field(
         2 * 2**30, ge=1024, description="bodies and answers inside together; one request alone is always let in"

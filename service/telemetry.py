@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 # The time at which a series began would be a series more for each.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -23,6 +26,63 @@ OTHER_ROUTE = "other"
 """The label of every path that is none of ours: a stranger's paths never become series."""
 
 
+class Series:
+    """The observations of one series of a histogram."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+class Histogram(Collector):
+    """A histogram for the event loop alone: without the library's locks an observation costs a third of its own.
+
+    Each request makes six of them, which was a tenth of what the smallest request takes.
+    """
+
+    def __init__(
+        self, name: str, documentation: str, label: str | None = None, *, buckets: Sequence[float],
+        registry: CollectorRegistry,
+    ) -> None:  # fmt: skip
+        self._name = name
+        self._documentation = documentation
+        self._label = label
+        self._buckets = buckets
+        self._series: dict[str, Series] = {}
+        registry.register(self)
+
+    def labels(self, value: str) -> Series:
+        series = self._series.get(value)
+        if series is None:
+            series = self._series[value] = Series(self._buckets)
+        return series
+
+    def observe(self, value: float) -> None:
+        """Of a histogram without a label."""
+        self.labels("").observe(value)
+
+    def describe(self) -> Iterator[HistogramMetricFamily]:
+        yield HistogramMetricFamily(self._name, self._documentation)
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        names = [] if self._label is None else [self._label]
+        family = HistogramMetricFamily(self._name, self._documentation, labels=names)
+        if self._label is None:
+            self.labels("")
+        bounds = [*(floatToGoString(bound) for bound in self._buckets), "+Inf"]  # type: ignore[no-untyped-call]
+        for value, series in self._series.items():
+            buckets = list(zip(bounds, itertools.accumulate(series.counts), strict=True))
+            family.add_metric([value] * len(names), buckets=buckets, sum_value=series.total)
+        yield family
+
+
 class Metrics:
     """Every series of one service, in a registry of its own."""
 
@@ -31,11 +91,11 @@ class Metrics:
         new: dict[str, Any] = {"registry": self.registry}
         self.requests = Counter("attn_requests_total", "Requests answered.", ["route", "outcome"], **new)
         self.request_seconds = Histogram(
-            "attn_request_seconds", "From the head of a request to the end of its answer.", ["route"],
+            "attn_request_seconds", "From the head of a request to the end of its answer.", "route",
             buckets=BUCKETS_S, **new,
         )  # fmt: skip
         self.stage_seconds = Histogram(
-            "attn_stage_seconds", "Time of one request in one stage.", ["stage"], buckets=BUCKETS_S, **new
+            "attn_stage_seconds", "Time of one request in one stage.", "stage", buckets=BUCKETS_S, **new
         )
         self.batch_requests = Histogram(
             "attn_batch_requests", "Requests that were computed together.", buckets=(1, 2, 4, 8, 16, 32, 64, 128), **new
@@ -73,6 +133,7 @@ class Metrics:
     def plain_answered(
         self,
         *,
+        read_s: float,
         parse_s: float,
         compute_s: float,
         encode_s: float,
@@ -83,6 +144,7 @@ class Metrics:
     ) -> None:
         """Count a request that was answered where it was read: everything but its outcome and its time."""
         stages = self._stages
+        stages["read"].observe(read_s)
         stages["parse"].observe(parse_s)
         stages["compute"].observe(compute_s)
         stages["encode"].observe(encode_s)

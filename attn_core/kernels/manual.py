@@ -2,31 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from attn_core.canonical import CanonicalProblem
+from attn_core.cut import Cut, cut_heads_first, even, runs
+from attn_core.errors import Checkpoint, never_abandoned
 from attn_core.hazards import Hazards
-from attn_core.kernels.output import KernelOutput
+from attn_core.kernels.output import KernelOutput, named_outputs, new_output
 from attn_core.maths.context import weighted_context, weighted_context_of_allowed
 from attn_core.maths.masks import rows_of
 from attn_core.maths.scores import logits_from_scores, score_matrix
 from attn_core.maths.softmax import masked_softmax, row_entropy, row_logsumexp
 from attn_core.numerics import SIGNLESS_ZERO
-from attn_core.problem import SELECTABLE_BY_ROW, Dims
+from attn_core.problem import SELECTABLE_BY_HEAD, SELECTABLE_BY_ROW, Dims
 
 WHOLE_PAIRS = 2**22
 """Up to this many query-key pairs the matrices are made in one piece."""
 BLOCK_PAIRS = 2**20
 MIN_BLOCK_ROWS = 16
+BLOCK_FLOPS = 2**31
+"""And no block takes more, where heads are wide: 20 to 45 ms of one core."""
+SUM_PAIRS = 2**25
+"""And so many weights of a weighted sum, which is as fast as they are read."""
+SORTED_PAIRS = 2**20
+"""So many weights are ranked between two checkpoints: 60 ms."""
 
 
-def block_rows(dims: Dims, num_rows: int) -> int:
-    """How many query rows are computed at once: a matter of the problem's shape alone, never of load."""
+def cut(dims: Dims, num_rows: int) -> Cut:
+    """How much is computed at once: a matter of the problem's shape alone, never of load."""
+    whole = _most_pairs(dims, WHOLE_PAIRS)
     per_row = max(1, dims.batch * dims.num_heads * dims.seq_len_kv)
-    if num_rows * per_row <= WHOLE_PAIRS:
-        return max(1, num_rows)
-    return min(num_rows, max(MIN_BLOCK_ROWS, BLOCK_PAIRS // per_row))
+    if num_rows * per_row <= whole:
+        return Cut(dims.batch, dims.num_heads, max(1, num_rows))
+    rows = min(num_rows, max(MIN_BLOCK_ROWS, _most_pairs(dims, BLOCK_PAIRS) // per_row))
+    return cut_again(dims, Cut(dims.batch, dims.num_heads, rows))
+
+
+def cut_again(dims: Dims, block: Cut) -> Cut:
+    """Fewer items and heads where even a block of few rows is much."""
+    whole = _most_pairs(dims, WHOLE_PAIRS)
+    if block.items * block.heads * block.rows * dims.seq_len_kv <= whole:
+        return block
+    num_kv_heads = max(1, block.heads // dims.group_size)
+    axes = replace(dims, batch=block.items, num_heads=block.heads, num_kv_heads=num_kv_heads, seq_len_q=block.rows)
+    return cut_heads_first(axes, whole)
+
+
+def _most_pairs(dims: Dims, pairs: int) -> int:
+    return max(1, min(pairs, BLOCK_FLOPS // max(1, 2 * (dims.head_dim + dims.head_dim_v))))
+
+
+def cut_sum(dims: Dims) -> Cut:
+    """How much of a weighted sum is computed at once; only its ``head_dim_v`` counts."""
+    pairs = min(SUM_PAIRS, BLOCK_FLOPS // max(1, 2 * dims.head_dim_v))
+    found = cut_heads_first(dims, pairs)
+    most = max(MIN_BLOCK_ROWS, pairs // max(1, dims.seq_len_kv))
+    return replace(found, rows=even(dims.seq_len_q, most) if found.heads == 1 else dims.seq_len_q)
 
 
 def computed_rows(problem: CanonicalProblem) -> tuple[int, ...] | None:
@@ -36,138 +71,168 @@ def computed_rows(problem: CanonicalProblem) -> tuple[int, ...] | None:
     return None
 
 
-def attend(problem: CanonicalProblem, hazards: Hazards) -> KernelOutput:
+def attend(problem: CanonicalProblem, hazards: Hazards, checkpoint: Checkpoint = never_abandoned) -> KernelOutput:
     """Every asked output, ``[batch, num_heads, ...]``, rounded once from float32 (float64 for float64)."""
-    dims, arithmetic, storage = problem.dims, problem.compute_dtype, problem.query.dtype
-    key, value = problem.key.to(arithmetic), problem.value.to(arithmetic)
-    value_is_finite = not hazards.value or bool(torch.isfinite(value).all())
+    dims, arithmetic = problem.dims, problem.compute_dtype
     only = computed_rows(problem)
     listed = problem.all_rows() if only is None else torch.tensor(only, device=problem.device)
-    gather = _Gather(problem, whole_rows=only is None)
-    empty_parts, nonfinite_parts = [], []
-    size = block_rows(dims, listed.numel())
-    for start in range(0, listed.numel(), size):
-        rows = listed[start : start + size]
-        at: Tensor | slice = slice(start, start + rows.numel()) if only is None else rows
-        query = problem.query[:, :, at].to(arithmetic)
-        scores = score_matrix(query, key)
-        gather.rows("scores", scores, at)
-        allowed = problem.allowed(rows)
-        logits = logits_from_scores(
-            scores,
-            scale=problem.scale,
-            softcap=problem.softcap,
-            alibi=problem.alibi(rows),
-            bias=rows_of(problem.bias, at),
-            allowed=allowed,
-        )
-        del scores
-        gather.rows("logits", logits, at)
-        shape = (dims.batch, dims.num_heads, rows.numel())
-        empty = None if allowed is None else (~allowed.any(dim=-1)).expand(shape)
-        weights = masked_softmax(logits, allowed, problem.sinks)
-        if gather.wants("logsumexp"):
-            gather.rows("logsumexp", row_logsumexp(logits, empty, problem.sinks), at)
-        del logits
-        nonfinite = torch.isnan(weights.sum(dim=-1)) if hazards.any else None
-        if gather.wants("entropy"):
-            gather.rows("entropy", row_entropy(weights), at)
-        if gather.wants("context"):
-            context = (
-                weighted_context(weights, value)
-                if value_is_finite
-                else weighted_context_of_allowed(weights, value, allowed)
-            ).to(storage)
-            if allowed is not None:
-                context = context + SIGNLESS_ZERO
-            if nonfinite is not None:
-                nonfinite = nonfinite | ~torch.isfinite(context).all(dim=-1)
-            gather.rows("context", context, at)
-        if gather.wants("weight_totals"):
-            gather.add_totals(weights)
-        if gather.wants("weights") or gather.wants("top_weights"):
-            stored = weights.to(storage)
-            gather.rows("weights", stored, at)
-            if gather.wants("top_weights"):
-                gather.top(stored, allowed, at)
-        if empty is not None:
-            empty_parts.append(empty)
-        if nonfinite is not None:
-            nonfinite_parts.append(nonfinite)
+    size = cut(dims, listed.numel())
+    answer = _Answer(problem, size, num_rows=listed.numel())
+    marks = (dims.batch, dims.num_heads, listed.numel())
+    empty = nonfinite = None
+    if not problem.forbids_nothing:
+        empty = torch.empty(marks, dtype=torch.bool, device=problem.device)
+    if hazards.any:
+        nonfinite = torch.empty(marks, dtype=torch.bool, device=problem.device)
+    for items, heads in size.parts(dims):
+        part = problem.part(items, heads)
+        key, value = part.key.to(arithmetic), part.value.to(arithmetic)
+        value_is_finite = not hazards.value or bool(torch.isfinite(value).all())
+        for places in runs(listed.numel(), size.rows):
+            rows = listed[places]
+            at = places if only is None else rows
+            answer.turn_to(items, heads, places)
+            checkpoint()
+            scores = score_matrix(part.query[:, :, at].to(arithmetic), key)
+            answer.take("scores", scores)
+            allowed = part.allowed(rows)
+            checkpoint()
+            logits = logits_from_scores(
+                scores,
+                scale=problem.scale,
+                softcap=problem.softcap,
+                alibi=part.alibi(rows),
+                bias=rows_of(part.bias, at),
+                allowed=allowed,
+            )
+            del scores
+            answer.take("logits", logits)
+            none_allowed = None if allowed is None else (~allowed.any(dim=-1)).expand(logits.shape[:3])
+            checkpoint()
+            weights = masked_softmax(logits, allowed, part.sinks)
+            if answer.wants("logsumexp"):
+                answer.take("logsumexp", row_logsumexp(logits, none_allowed, part.sinks))
+            del logits
+            unsound = torch.isnan(weights.sum(dim=-1)) if hazards.any else None
+            if answer.wants("entropy"):
+                answer.take("entropy", row_entropy(weights))
+            checkpoint()
+            if answer.wants("context"):
+                context = (
+                    weighted_context(weights, value)
+                    if value_is_finite
+                    else weighted_context_of_allowed(weights, value, allowed)
+                ).to(problem.query.dtype)
+                if allowed is not None:
+                    context = context + SIGNLESS_ZERO
+                if unsound is not None:
+                    unsound = unsound | ~torch.isfinite(context).all(dim=-1)
+                answer.take("context", context)
+                checkpoint()
+            if answer.wants("weight_totals"):
+                answer.add("weight_totals", weights.sum(dim=2))
+            if answer.wants("weights") or answer.wants("top_weights"):
+                weights = weights.to(problem.query.dtype)
+                answer.take("weights", weights)
+                if answer.wants("top_weights"):
+                    assert problem.top_k is not None
+                    top_weights, top_keys = _top(weights, allowed, problem.top_k, checkpoint)
+                    answer.take("top_weights", top_weights)
+                    answer.take("top_keys", top_keys)
+            del weights
+            if empty is not None and none_allowed is not None:
+                empty[items, heads, places] = none_allowed
+            if nonfinite is not None and unsound is not None:
+                nonfinite[items, heads, places] = unsound
     return KernelOutput(
-        outputs=gather.outputs(),
-        empty=torch.cat(empty_parts, dim=-1) if empty_parts and only is None else None,
+        outputs=answer.outputs(),
+        empty=empty if only is None else None,
         covers_all_rows=only is None,
-        nonfinite=torch.cat(nonfinite_parts, dim=-1) if nonfinite_parts else None,
+        nonfinite=nonfinite,
     )
 
 
-class _Gather:
-    """Collects blocks of rows into the asked outputs, keeping the selected heads and rows only."""
+def _top(weights: Tensor, allowed: Tensor | None, top_k: int, checkpoint: Checkpoint) -> tuple[Tensor, Tensor]:
+    """The top_k of each row, ties by the lower key, ranked as stored; 0 and -1 where fewer keys are allowed."""
+    seq_len_kv = weights.shape[-1]
+    if allowed is not None:
+        # Under every weight, 0 too: a forbidden key is never named.
+        weights = weights.masked_fill(~allowed, -1.0)
+    shape = (*weights.shape[:-1], min(top_k, seq_len_kv))
+    ranked = weights.reshape(-1, seq_len_kv)
+    top_weights = torch.empty(ranked.shape[0], shape[-1], dtype=weights.dtype, device=weights.device)
+    top_keys = torch.empty(top_weights.shape, dtype=torch.int64, device=weights.device)
+    for rows in runs(ranked.shape[0], max(1, SORTED_PAIRS // seq_len_kv)):
+        checkpoint()
+        found, keys = torch.sort(ranked[rows], dim=-1, descending=True, stable=True)
+        top_weights[rows], top_keys[rows] = found[:, : shape[-1]], keys[:, : shape[-1]]
+    beyond = top_weights < 0
+    return top_weights.masked_fill_(beyond, 0.0).view(shape), top_keys.masked_fill_(beyond, -1).view(shape)
 
-    def __init__(self, problem: CanonicalProblem, *, whole_rows: bool) -> None:
+
+class _Answer:
+    """Collects blocks into the asked outputs, keeping the selected heads and rows only."""
+
+    def __init__(self, problem: CanonicalProblem, size: Cut, *, num_rows: int) -> None:
+        dims = problem.dims
         self._problem = problem
-        self._asked = set(problem.outputs)
-        self._whole_rows = whole_rows
-        self._parts: dict[str, list[Tensor]] = {}
-        self._totals: Tensor | None = None
-        device = problem.device
-        self._heads = None if problem.select_heads is None else torch.tensor(problem.select_heads, device=device)
+        self._names = named_outputs(problem)
+        self._is_one_block = (size.items, size.heads, size.rows) == (dims.batch, dims.num_heads, num_rows)
+        # Where only the selected rows are computed, they come as asked for.
+        self._select_rows = problem.select_rows if computed_rows(problem) is None else None
+        self._found: dict[str, Tensor] = {}
+        self._at: tuple[slice, slice, slice] | None = None
 
     def wants(self, name: str) -> bool:
-        return name in self._asked
+        return name in self._names
 
-    def rows(self, name: str, block: Tensor, at: Tensor | slice) -> None:
-        """Take rows ``at`` of an output, if it is asked for."""
-        if name not in self._asked and name != "top_keys":
-            return
-        if name in SELECTABLE_BY_ROW or name == "top_keys":
-            if self._heads is not None:
-                block = block.index_select(1, self._heads)
-            if self._problem.select_rows is not None and self._whole_rows:
-                assert isinstance(at, slice)
-                inside = sorted(row - at.start for row in self._problem.select_rows if at.start <= row < at.stop)
-                if not inside:
-                    return
-                block = block[:, :, inside]
-        self._parts.setdefault(name, []).append(block)
+    def turn_to(self, items: slice, heads: slice, rows: slice) -> None:
+        """The items, heads and computed rows of the blocks that follow."""
+        self._at = items, heads, rows
 
-    def add_totals(self, weights: Tensor) -> None:
-        totals = weights.sum(dim=2)
-        if self._heads is not None:
-            totals = totals.index_select(1, self._heads)
-        self._totals = totals if self._totals is None else self._totals + totals
+    def take(self, name: str, block: Tensor) -> None:
+        """A block of an output, if it is asked for."""
+        self._put(name, block, adds=False)
 
-    def top(self, weights: Tensor, allowed: Tensor | None, at: Tensor | slice) -> None:
-        """The top_k of each row, ties by the lower key, ranked as stored; 0 and -1 where fewer keys are allowed."""
-        top_k = self._problem.top_k
-        assert top_k is not None
-        width = min(top_k, weights.shape[-1])
-        if allowed is not None:
-            # Under every weight, 0 too: a forbidden key is never named.
-            weights = weights.masked_fill(~allowed, -1.0)
-        top_weights, top_keys = torch.sort(weights, dim=-1, descending=True, stable=True)
-        top_weights, top_keys = top_weights[..., :width], top_keys[..., :width]
-        beyond = top_weights < 0
-        self.rows("top_weights", top_weights.masked_fill(beyond, 0.0), at)
-        self.rows("top_keys", top_keys.masked_fill(beyond, -1), at)
+    def add(self, name: str, block: Tensor) -> None:
+        """A block of an output that is a sum over rows, ``[items, heads, ...]``."""
+        assert self._at is not None
+        self._put(name, block, adds=self._at[2].start > 0)
 
     def outputs(self) -> dict[str, Tensor]:
-        order = None
-        if self._problem.select_rows is not None and self._whole_rows:
-            # Blocks come in rising order; give the rows in the order in which they were asked.
-            rising = sorted(range(len(self._problem.select_rows)), key=self._problem.select_rows.__getitem__)
-            place = {index: position for position, index in enumerate(rising)}
-            order = torch.tensor([place[i] for i in range(len(rising))], device=self._problem.device)
-        result = {}
-        for name in (*self._problem.outputs, "top_keys"):
+        return {name: self._found[name] for name in self._names}
+
+    def _put(self, name: str, block: Tensor, *, adds: bool) -> None:
+        if name not in self._names:
+            return
+        assert self._at is not None
+        items, heads, rows = self._at
+        by_row, by_head = (name in names or name == "top_keys" for names in (SELECTABLE_BY_ROW, SELECTABLE_BY_HEAD))
+        to_heads, of_heads = _chosen(self._problem.select_heads if by_head else None, heads)
+        to_rows, of_rows = _chosen(self._select_rows if by_row else None, rows)
+        if of_heads is not None:
+            block = block[:, of_heads]
+        if of_rows is not None:
+            block = block[:, :, of_rows]
+        if self._is_one_block:
+            self._found[name] = block
+            return
+        if name not in self._found:
+            self._found[name] = new_output(self._problem, name)
+        found = self._found[name][items]
+        # One head after the other, as a list of heads beside a list of rows would mean pairs of them.
+        lines: Sequence[int | slice] = [to_heads] if isinstance(to_heads, slice) else to_heads
+        for place, head in enumerate(lines):
+            own = block if isinstance(head, slice) else block[:, place]
             if name == "weight_totals":
-                assert self._totals is not None
-                result[name] = self._totals
-            elif name in self._parts:
-                parts = self._parts.pop(name)
-                whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-                if order is not None and (name in SELECTABLE_BY_ROW or name == "top_keys"):
-                    whole = whole.index_select(2, order)
-                result[name] = whole
-        return result
+                found[:, head] = found[:, head] + own if adds else own
+            else:
+                found[:, head, to_rows] = own
+
+
+def _chosen(selected: tuple[int, ...] | None, run: slice) -> tuple[slice | list[int], list[int] | None]:
+    """Where in an output the lines of one run of an axis go, and which lines of the run these are; None for all."""
+    if selected is None:
+        return run, None
+    pairs = [(place, line - run.start) for place, line in enumerate(selected) if run.start <= line < run.stop]
+    return [place for place, _ in pairs], [line for _, line in pairs]

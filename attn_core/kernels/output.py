@@ -62,6 +62,15 @@ def named_outputs(problem: CanonicalProblem) -> tuple[str, ...]:
     return problem.outputs
 
 
+def new_output(problem: CanonicalProblem, name: str) -> Tensor:
+    """An output to be filled in block by block; context lies in memory as query does, so that it leaves uncopied."""
+    shape, dtype = output_shape(problem, name), output_dtype(problem, name)
+    if name == "context" and not problem.query.is_contiguous() and problem.query.transpose(1, 2).is_contiguous():
+        batch, heads, rows, width = shape
+        return torch.empty(batch, rows, heads, width, dtype=dtype, device=problem.device).transpose(1, 2)
+    return torch.empty(shape, dtype=dtype, device=problem.device)
+
+
 def without_pairs(problem: CanonicalProblem) -> KernelOutput:
     """The answer of a problem with no query or no key: every row is empty, and no kernel is asked."""
     fill = {"logsumexp": EMPTY_LOGSUMEXP, "context": EMPTY_CONTEXT, "top_keys": -1}

@@ -95,6 +95,8 @@ class AsgiProtocol(HttpToolsProtocol):
         elif not self._is_serving:
             # Whoever is not waiting for us keeps us waiting: that has an end.
             self._start_timer()
+            if self._active is not None:
+                self._leave()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection for the answer of a client that has sent all of a request and closed its side."""
@@ -152,6 +154,13 @@ class AsgiProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if not self._is_serving and not self._is_between and not self.transport.is_closing():
+            # The rest of a body that was refused.
+            self._start_timer()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Give the connection back, if nothing is due and nothing has begun."""
         if (
             self._give_back is None
             or not self._is_between

@@ -5,13 +5,13 @@ It does for the road without ASGI what ``rest`` does on the other one, with the 
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from attn_core.placement import ALIGNMENT_BYTES
+from attn_core.prepared import Prepared
 from service.admission import Admission, BytePermit
 from service.attend import Attend, Waiting
 from service.deadline import Deadline
@@ -25,14 +25,14 @@ from service.lifecycle import Lifecycle
 from service.request_queue import Answer, Outcome
 from service.telemetry import Metrics
 from service.wire import safetensors_format
-from service.wire.plain_recipes import PlainRecipes
+from service.wire.plain_recipes import MAX_HEADER_BYTES, PlainRecipe, PlainRecipes
 from service.wire.requests import ATTENTION, WEIGHTED_SUM, Call
-from service.wire.tensors import bytes_of
+from service.wire.tensors import memory_of
 
 CALLS: Mapping[bytes, Call] = {b"/v1/attention": ATTENTION, b"/v1/weighted_sum": WEIGHTED_SUM}
 Piece = bytes | memoryview
 _END_OF_HEAD = (
-    b"content-length: %d\r\nx-request-id: %b\r\nserver-timing: read;dur=0.000, parse;dur=%.3f, queue;dur=0.000, "
+    b"content-length: %d\r\nx-request-id: %b\r\nserver-timing: read;dur=%.3f, parse;dur=%.3f, queue;dur=0.000, "
     b"compute;dur=%.3f, encode;dur=%.3f\r\n\r\n%b"
 )
 
@@ -44,7 +44,7 @@ class Head:
     target: bytes
     content_length: int
     keep_alive: bool
-    request_id: str
+    sent_id: bytes | None
     accepts_gzip: bool
 
 
@@ -83,12 +83,17 @@ class BinaryDoor:
         self._attend = attend
         self._metrics = metrics
         self._recipes = recipes
-        self._ids = (f"{secrets.token_hex(8)}{number:016x}" for number in itertools.count())
+        self._first_half_of_id = secrets.token_hex(8).encode()
+        self._num_ids = 0
         self._ok = metrics.requests.labels("/v1/attention", "ok")
         self._seconds = metrics.request_seconds.labels("/v1/attention")
 
-    def new_id(self) -> str:
-        return next(self._ids)
+    def id_of(self, head: Head) -> bytes:
+        """The id that was sent, or a new one: half of it is this server's, the other half counts."""
+        if head.sent_id is not None:
+            return head.sent_id
+        self._num_ids += 1
+        return b"%b%016x" % (self._first_half_of_id, self._num_ids)
 
     def takes(self, head: Head) -> bool:
         """Whether a body of this length is taken here; one that is too long is refused on the other road."""
@@ -125,35 +130,29 @@ class BinaryDoor:
         permit.leave()
 
     def answer_at_once(
-        self, head: Head, buffer: ReceiveBuffer, body_at: int, began: float
-    ) -> tuple[bytes, Piece] | None:
+        self, head: Head, buffer: ReceiveBuffer, body_at: int, began: float, read_s: float = 0.0
+    ) -> tuple[bytes, memoryview] | None:
         """The answer to a plain request, computed here and now; None where it has to take the longer way.
 
         Gives the end of the head with the beginning of the body, and the rest of the body.
         """
-        view = buffer.view
-        header_at = body_at + 8
-        data_at = header_at + int.from_bytes(view[body_at:header_at], "little")
-        recipe = self._recipes.get(bytes(view[header_at:data_at]))
-        if (
-            recipe is None
-            or data_at % ALIGNMENT_BYTES
-            or data_at + recipe.data_bytes != body_at + head.content_length
-            or recipe.timeout_s is not None
-            or head.target != b"/v1/attention"
-        ):
+        found = self._recipe(head, buffer, body_at)
+        if found is None:
+            return None
+        recipe, data_at = found
+        if recipe.timeout_s is not None:
             return None
         form = recipe.form
         estimated_s = self._attend.plain_estimate_s(form)
         if not self._attend.may_run_at_once(estimated_s):
             return None
-        tensors = recipe.tensors(buffer.flat(form.dtype), data_at // form.dtype.itemsize)
+        tensors = buffer.views(recipe, data_at)
         parsed = time.monotonic()
         context = self._attend.run_plain_at_once(form, *tensors, estimated_s)
         if context is None:
             return None
-        data = bytes_of(context)
-        if head.accepts_gzip and is_worth_gzip([data]):
+        data = memory_of(context)
+        if head.accepts_gzip and is_worth_gzip([data.cast("B")]):
             return None
         computed = time.monotonic()
         beginning = recipe.head_of_answer(compute_s=computed - parsed)
@@ -161,8 +160,9 @@ class BinaryDoor:
         ended = time.monotonic()
         text = _END_OF_HEAD % (
             size,
-            head.request_id.encode(),
-            (parsed - began) * 1e3,
+            self.id_of(head),
+            read_s * 1e3,
+            (parsed - began - read_s) * 1e3,
             (computed - parsed) * 1e3,
             (ended - computed) * 1e3,
             beginning,
@@ -171,7 +171,8 @@ class BinaryDoor:
         self._ok.inc()
         self._seconds.observe(ended - began)
         metrics.plain_answered(
-            parse_s=parsed - began,
+            read_s=read_s,
+            parse_s=parsed - began - read_s,
             compute_s=computed - parsed,
             encode_s=ended - computed,
             received_bytes=head.content_length,
@@ -193,17 +194,45 @@ class BinaryDoor:
 
         Raises: whatever a refusal says.
         """
+        with exchange.stage("parse"):
+            found = self._recipe(head, buffer, body_at)
+            if found is not None:
+                recipe, data_at = found
+                prepared, timeout_s = recipe.prepared(buffer.views(recipe, data_at)), recipe.timeout_s
+            else:
+                prepared, timeout_s = self._read(head, buffer, body_at)
+        deadline = Deadline(exchange.began + (self.limits.default_timeout_s if timeout_s is None else timeout_s))
+        return self._attend.begin(prepared, deadline, more_bytes=0, deliver=deliver, held=buffer)
+
+    def _recipe(self, head: Head, buffer: ReceiveBuffer, body_at: int) -> tuple[PlainRecipe, int] | None:
+        """What is known of a body with this header, and where its numbers begin."""
+        view = buffer.view
+        header_at = body_at + 8
+        header_bytes = int.from_bytes(view[body_at:header_at], "little")
+        if header_bytes > MAX_HEADER_BYTES:
+            # Not looked up: it may claim all of a long body.
+            return None
+        data_at = header_at + header_bytes
+        recipe = self._recipes.get(bytes(view[header_at:data_at]))
+        if (
+            recipe is None
+            or data_at % ALIGNMENT_BYTES
+            or data_at + recipe.data_bytes != body_at + head.content_length
+            or head.target != b"/v1/attention"
+        ):
+            return None
+        return recipe, data_at
+
+    def _read(self, head: Head, buffer: ReceiveBuffer, body_at: int) -> tuple[Prepared, float | None]:
+        """A body with a header that is not known, and its deadline. Raises: Malformed, InvalidProblem."""
         call = CALLS[head.target]
         body = buffer.view[body_at : body_at + head.content_length]
-        with exchange.stage("parse"):
-            decoded = safetensors_format.decode(body, call, self.limits.read)
-            prepared = self._attend.prepare(decoded.problem)
-            if call is ATTENTION:
-                header_bytes = int.from_bytes(body[:8], "little")
-                self._recipes.remember(bytes(body[8 : 8 + header_bytes]), decoded, prepared)
-        timeout_s = self.limits.default_timeout_s if decoded.timeout_s is None else decoded.timeout_s
-        deadline = Deadline(exchange.began + timeout_s)
-        return self._attend.begin(prepared, deadline, more_bytes=0, deliver=deliver, held=buffer)
+        decoded = safetensors_format.decode(body, call, self.limits.read)
+        prepared = self._attend.prepare(decoded.problem)
+        if call is ATTENTION:
+            header_bytes = int.from_bytes(body[:8], "little")
+            self._recipes.remember(bytes(body[8 : 8 + header_bytes]), decoded, prepared)
+        return prepared, decoded.timeout_s
 
     def reply(self, answer: Answer, exchange: Exchange) -> Reply:
         """An answer, written out."""

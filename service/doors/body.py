@@ -12,15 +12,14 @@ from urllib.parse import parse_qsl
 import numpy as np
 from starlette.types import Receive
 
-from attn_core.errors import Fault
+from attn_core.errors import MAX_FAULTS, Fault
 from attn_core.placement import ALIGNMENT_BYTES
-from attn_core.validate import MAX_FAULTS
 from service.admission import BytePermit
 from service.deadline import Deadline
 from service.doors.exchange import Exchange
 from service.errors import BodyTooLarge, DeadlinePassed, Malformed, MediaTypeNotServed, NotAcceptable
 from service.wire import json_format, safetensors_format
-from service.wire.tensors import Buffer
+from service.wire.arrays import Buffer
 
 FORMS = (json_format.MEDIA_TYPE, safetensors_format.MEDIA_TYPE)
 _INFLATE_STEP_BYTES = 2**20

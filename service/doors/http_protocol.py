@@ -22,9 +22,9 @@ from service.admission import BytePermit
 from service.attend import Waiting
 from service.doors.answers import gzipped, is_worth_gzip
 from service.doors.asgi_protocol import PROBE, PROBE_S, AsgiProtocol
-from service.doors.binary import CALLS, BinaryDoor, Head, Piece, Reply
+from service.doors.binary import CALLS, BinaryDoor, Head, Reply
 from service.doors.body import accepts_gzip, answer_form
-from service.doors.exchange import GOOD_ID, LINGER_BYTES, Exchange, server_timing
+from service.doors.exchange import GOOD_ID, LINGER_BYTES, SMALL_REST_BYTES, Exchange, server_timing
 from service.doors.receive_buffers import LANDING_BYTES, SPARE_BYTES, ReceiveBuffer
 from service.errors import DeadlinePassed, Draining, NotAcceptable
 from service.lifecycle import State
@@ -64,16 +64,25 @@ class Phase(enum.Enum):
     COMPUTING = "waiting for an outcome"
     FLUSHING = "waiting for the client to read"
     DROPPING = "reading what was refused"
+    GOING_ON = "about to go on with what was read ahead"
 
 
 class HeadReader:
     """Reads one whole head by httptools; None for whatever belongs on the other road."""
 
-    def __init__(self, new_id: Callable[[], str]) -> None:
-        self._new_id = new_id
+    def __init__(self) -> None:
+        self._latest: tuple[bytes, Head | None] = b"", None
 
     def read(self, head: bytes) -> Head | None:
         """The head of a request that this road serves, from its first byte to the empty line."""
+        text, latest = self._latest
+        if head != text:
+            # Most clients send the same head with each request.
+            latest = self._parse(head)
+            self._latest = head, latest
+        return latest
+
+    def _parse(self, head: bytes) -> Head | None:
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
         self._is_ours = True
@@ -105,7 +114,7 @@ class HeadReader:
             target=self._url,
             content_length=int(length),
             keep_alive=parser.should_keep_alive(),
-            request_id=sent_id.decode() if sent_id is not None and GOOD_ID.fullmatch(sent_id) else self._new_id(),
+            sent_id=sent_id if sent_id is not None and GOOD_ID.fullmatch(sent_id) else None,
             accepts_gzip=encodings is not None and accepts_gzip(encodings.decode("latin-1")),
         )
 
@@ -153,7 +162,7 @@ class HttpProtocol(asyncio.BufferedProtocol):
         self._loop = loop
         self._head_timeout_s = head_timeout_s
         self._keep_alive_s = keep_alive_s
-        self._heads = HeadReader(door.new_id)
+        self._heads = HeadReader()
         self._phase = Phase.IDLE
         self._transport: Any = None
         self._default_headers: object = None
@@ -190,7 +199,7 @@ class HttpProtocol(asyncio.BufferedProtocol):
         # Everything that the system does not take at once counts as unsent.
         self._transport.set_write_buffer_limits(high=0)
         self._since = time.monotonic()
-        self._watch_idle(self._head_timeout_s)
+        self._watch_idle(min(self._head_timeout_s, self._keep_alive_s))
 
     def take_back(self) -> None:
         """The connection comes back from the other road, between two requests."""
@@ -216,9 +225,11 @@ class HttpProtocol(asyncio.BufferedProtocol):
 
     def eof_received(self) -> bool:
         """Keep the connection for the answer of a client that has sent all of a request and closed its side."""
-        if self._phase not in (Phase.COMPUTING, Phase.FLUSHING):
+        if self._phase not in (Phase.COMPUTING, Phase.FLUSHING, Phase.GOING_ON):
             return False
-        self._is_deaf = self._must_close = True
+        self._is_deaf = True
+        if not self._ahead:
+            self._must_close = True
         self._probe()
         return True
 
@@ -248,7 +259,10 @@ class HttpProtocol(asyncio.BufferedProtocol):
         elif self._phase is Phase.DROPPING:
             self._drop(nbytes)
         elif not self._is_deaf:
-            self._ahead += bytes(self._landing.view[:nbytes])
+            # First comes the rest of what was refused, where the refusal is still to be read.
+            dropped = min(self._to_drop, nbytes)
+            self._to_drop -= dropped
+            self._ahead += bytes(self._landing.view[dropped:nbytes])
             if len(self._ahead) >= AHEAD_BYTES:
                 self._transport.pause_reading()
 
@@ -294,6 +308,10 @@ class HttpProtocol(asyncio.BufferedProtocol):
             count = rest
             if self._phase is not Phase.IDLE:
                 self._ahead = bytes(view[start : start + count])
+                return
+            if buffer is not self._landing:
+                # It was given back with the answer, and may be somebody else's soon.
+                self._feed_copy(bytes(view[start : start + count]))
                 return
 
     def _take_body(self, head: Head, buffer: ReceiveBuffer, body_at: int, head_bytes: int, began: float) -> None:
@@ -363,7 +381,7 @@ class HttpProtocol(asyncio.BufferedProtocol):
 
     def _enter(self, head: Head, began: float, unread: int) -> bool:
         """Be let in, or refuse and drop what is still coming; whether it was let in."""
-        headers = {b"x-request-id": head.request_id.encode()}
+        headers = {b"x-request-id": self._door.id_of(head)}
         self._head = head
         self._exchange = exchange = Exchange(headers)
         exchange.began = began
@@ -405,7 +423,9 @@ class HttpProtocol(asyncio.BufferedProtocol):
         self._phase = Phase.COMPUTING
         try:
             if self._door.lifecycle.state is State.READY:
-                at_once = self._door.answer_at_once(head, buffer, body_at, exchange.began)
+                at_once = self._door.answer_at_once(
+                    head, buffer, body_at, exchange.began, exchange.stages.get("read", 0.0)
+                )
                 if at_once is not None:
                     self._is_counted = True
                     self._write_at_once(*at_once)
@@ -416,7 +436,7 @@ class HttpProtocol(asyncio.BufferedProtocol):
 
     def _deliver(self, outcome: Outcome) -> None:
         exchange, head = self._exchange, self._head
-        if exchange is None or head is None or self._is_lost:
+        if exchange is None or head is None or self._is_lost or self._phase is not Phase.COMPUTING:
             return
         if isinstance(outcome, BaseException):
             self._refuse(outcome)
@@ -438,7 +458,7 @@ class HttpProtocol(asyncio.BufferedProtocol):
         self._write(reply)
 
     def _send_squeezed(self, reply: Reply, done: asyncio.Future[bytes]) -> None:
-        if self._exchange is None or self._is_lost:
+        if self._exchange is None or self._is_lost or self._phase is not Phase.COMPUTING:
             return
         error = done.exception()
         if error is not None:
@@ -451,7 +471,7 @@ class HttpProtocol(asyncio.BufferedProtocol):
     def _refuse(self, error: BaseException, *, unread: int = 0) -> None:
         assert self._exchange is not None
         reply = self._door.refusal(error, self._exchange)
-        if unread > LINGER_BYTES:
+        if unread > SMALL_REST_BYTES:
             self._must_close = True
         self._to_drop = min(unread, LINGER_BYTES)
         self._cancel_timer()
@@ -459,14 +479,14 @@ class HttpProtocol(asyncio.BufferedProtocol):
 
     # Writing
 
-    def _write_at_once(self, text: bytes, data: Piece) -> None:
+    def _write_at_once(self, text: bytes, data: memoryview) -> None:
         """The answer of the shortest way: figures are counted already."""
         head = self._head
         assert head is not None
         self._has_served = True
         closing = self._must_close or not head.keep_alive
         start = self._start_of_head() + (b"connection: close\r\n" if closing else b"")
-        if len(data) <= LONG_BYTES:
+        if data.nbytes <= LONG_BYTES:
             self._transport.write(b"".join((start, text, data)))
         else:
             self._transport.writelines((start + text, data))
@@ -543,11 +563,18 @@ class HttpProtocol(asyncio.BufferedProtocol):
         elif self._must_close:
             self._transport.close()
         elif self._ahead:
+            self._phase = Phase.GOING_ON
             self._loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
         data, self._ahead = self._ahead, b""
-        if data and self._phase is Phase.IDLE and not self._transport.is_closing():
+        if self._phase is not Phase.GOING_ON or self._transport.is_closing():
+            return
+        self._phase = Phase.IDLE
+        if self._is_deaf:
+            # The other road hears of the end again, and knows how several requests are answered behind it.
+            self._hand_over(data)
+        else:
             self._transport.resume_reading()
             self._feed_copy(data)
 
@@ -593,7 +620,6 @@ class HttpProtocol(asyncio.BufferedProtocol):
             self._refuse(Draining("the server stops and its drain's limit is over"), unread=unread)
 
     def _body_is_late(self) -> None:
-        self._must_close = True
         unread = self._wanted - self._filled
         self._refuse(DeadlinePassed("the deadline passed before the body was there"), unread=unread)
 

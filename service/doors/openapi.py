@@ -17,8 +17,8 @@ from attn_core.problem import TENSOR_NAMES
 from service.doors.problem_details import MEDIA_TYPE as PROBLEM_MEDIA_TYPE
 from service.failures import FAILURES
 from service.wire import json_format, safetensors_format
+from service.wire.json_arrays import MASK_TENSORS, NUMBER_TENSORS
 from service.wire.options import AttentionCallOptions, CallOptions
-from service.wire.requests import MASK_TENSORS, NUMBER_TENSORS
 
 DESCRIPTION = """\
 Attention and nothing else: POST query, key and value, get context, weights, scores, logits, log-sum-exps and more

@@ -7,8 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from attn_core.errors import Fault, InvalidProblem, TooLarge
-from attn_core.validate import MAX_FAULTS
+from attn_core.errors import MAX_FAULTS, Fault, InvalidProblem, TooLarge
 from service.errors import MethodNotServed, Overloaded, ServiceError, Unavailable
 from service.failures import INTERNAL, Failure, failure_of
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attn_core.placement import ALIGNMENT_BYTES
+from service.wire.plain_recipes import PlainRecipe, Tensors
 
 LANDING_BYTES = 256 * 1024
 MIN_BUFFER_BYTES = 64 * 1024
@@ -23,7 +24,7 @@ SPARE_BYTES = 64
 class ReceiveBuffer:
     """``size`` bytes from a multiple of 64 on, and flat tensors over them."""
 
-    __slots__ = ("_flat", "memory", "size", "view")
+    __slots__ = ("_flat", "_views", "memory", "size", "view")
 
     def __init__(self, size: int) -> None:
         room = np.empty(size + ALIGNMENT_BYTES, dtype=np.uint8)
@@ -32,8 +33,21 @@ class ReceiveBuffer:
         self.size = size
         self.view: memoryview = self.memory.data
         self._flat: dict[torch.dtype, Tensor] = {}
+        self._views: tuple[PlainRecipe | None, int, Tensors | None] = (None, 0, None)
 
-    def flat(self, dtype: torch.dtype) -> Tensor:
+    def views(self, recipe: PlainRecipe, data_at: int) -> Tensors:
+        """All numbers, query, key and value of a plain request whose data begin at byte ``data_at``.
+
+        The same as last time, most of the time: then they are not made anew.
+        """
+        latest, at, tensors = self._views
+        if tensors is None or latest is not recipe or at != data_at:
+            dtype = recipe.form.dtype
+            tensors = recipe.tensors(self._flat_of(dtype), data_at // dtype.itemsize)
+            self._views = recipe, data_at, tensors
+        return tensors
+
+    def _flat_of(self, dtype: torch.dtype) -> Tensor:
         """All of it as numbers of one dtype; made once."""
         flat = self._flat.get(dtype)
         if flat is None:

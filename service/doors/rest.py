@@ -32,14 +32,15 @@ from service.errors import REFUSAL_REASONS, MethodNotServed, NotFound
 from service.lifecycle import Lifecycle
 from service.request_queue import Answer
 from service.telemetry import Metrics
+from service.text_workers import TextWorkers
 from service.wire import json_format, safetensors_format
+from service.wire.arrays import FLOAT_NAMES, MAX_RANK, Buffer
 from service.wire.requests import ATTENTION, WEIGHTED_SUM, Call, DecodedRequest, ReadLimits
-from service.wire.tensors import FLOAT_NAMES, MAX_RANK, Buffer
 
 LONG_TEXT_BYTES = 32 * 1024
 """Text of this length is read and written off the event loop."""
-TEXT_FACTOR = 4
-"""What reading JSON takes besides its body, as a multiple of it."""
+TEXT_FACTOR = 6
+"""What reading JSON takes besides its body, as a multiple of it, in whichever process; one-digit numbers take more."""
 SHORT_ANSWER_BYTES = 64 * 1024
 SLICE_BYTES = 2**20
 """A longer answer leaves in slices, each of which its reader must take within the time for writing."""
@@ -72,6 +73,7 @@ class Parts:
     limits: RestLimits
     version: str
     device: str
+    text_workers: TextWorkers
 
 
 class PiecesResponse(Response):
@@ -270,18 +272,19 @@ class _RestDoor:
         deadline: Deadline,
     ) -> DecodedRequest:
         is_json = forms.request_form == json_format.MEDIA_TYPE
-        read = functools.partial(
-            json_format.decode if is_json else safetensors_format.decode,
-            body,
-            call,
-            self._parts.limits.read,
-            answer_is_json=forms.answer_form == json_format.MEDIA_TYPE,
-            also=also,
-        )
-        if not is_json or len(body) < LONG_TEXT_BYTES:
+        limits, workers = self._parts.limits.read, self._parts.text_workers
+        asked: dict[str, Any] = {"answer_is_json": forms.answer_form == json_format.MEDIA_TYPE, "also": also}
+        if not is_json:
+            return safetensors_format.decode(body, call, limits, **asked)
+        read = functools.partial(json_format.decode, body, call, limits, **asked)
+        if len(body) < LONG_TEXT_BYTES:
             return read()
+        self._parts.admission.check_memory(TEXT_FACTOR * len(body))
         permit.hold(TEXT_FACTOR * len(body))
-        return await self._off_loop(read, deadline)
+        if not workers.is_running:
+            return await self._off_loop(read, deadline)
+        build = functools.partial(json_format.build, call=call, limits=limits, **asked)
+        return await workers.read(body, call.names, limits.tensors, deadline, finish=build)
 
     async def _encode(
         self, answer: Answer, decoded: DecodedRequest, forms: Negotiated, deadline: Deadline
@@ -291,10 +294,14 @@ class _RestDoor:
         pieces: list[bytes | memoryview]
         if forms.answer_form == safetensors_format.MEDIA_TYPE:
             pieces = safetensors_format.encode(outputs, info)
+        elif sum(tensor.nbytes for tensor in outputs.values()) < LONG_TEXT_BYTES:
+            pieces = json_format.encode(outputs, info, decoded.encoding)
+        elif self._parts.text_workers.is_running:
+            collect = functools.partial(json_format.flat_outputs, outputs)
+            pieces = await self._parts.text_workers.write(collect, info, decoded.encoding, deadline)
         else:
             write = functools.partial(json_format.encode, outputs, info, decoded.encoding)
-            size = sum(tensor.nbytes for tensor in outputs.values())
-            pieces = write() if size < LONG_TEXT_BYTES else await self._off_loop(write, deadline)
+            pieces = await self._off_loop(write, deadline)
         headers = {"vary": "Accept, Accept-Encoding"}
         if forms.accepts_gzip and is_worth_gzip(pieces):
             size = sum(len(piece) for piece in pieces)

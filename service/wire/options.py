@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from attn_core.errors import Fault
+from attn_core.errors import MAX_FAULTS, Fault
 from attn_core.problem import AttentionOptions
-from attn_core.validate import MAX_FAULTS
 from service.wire.text import short, short_name
 
 MAX_MEMBERS = 8

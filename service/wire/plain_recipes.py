@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attn_core.placement import ALIGNMENT_BYTES
 from attn_core.prepared import PlainForm, Prepared
+from attn_core.problem import AttentionOptions, AttentionProblem
 from service.wire.answers import answer_info
 from service.wire.requests import DecodedRequest
 from service.wire.safetensors_format import CODE_OF
@@ -22,6 +23,8 @@ from service.wire.safetensors_format import CODE_OF
 MAX_RECIPES = 1024
 MAX_HEADER_BYTES = 2048
 """A longer header is read anew each time."""
+Tensors = tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]
+"""All numbers, flat; then query, key and value of rank 4."""
 _QUEUE_MS, _COMPUTE_MS = 314159.25, 271828.25
 """Stand in a template where numbers go that differ from answer to answer."""
 
@@ -39,20 +42,35 @@ class PlainRecipe:
     query_strides: tuple[int, ...]
     key_strides: tuple[int, ...]
     value_strides: tuple[int, ...]
+    query_shape: tuple[int, ...]
+    key_shape: tuple[int, ...]
+    value_shape: tuple[int, ...]
+    options: AttentionOptions
     timeout_s: float | None
     context_bytes: int
     answer_header: bytes
 
-    def tensors(self, flat: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def tensors(self, flat: Tensor, start: int) -> Tensors:
         """All numbers, query, key and value, as views of ``flat`` whose data begin at element ``start``."""
         form = self.form
         query = flat.as_strided(form.query_shape, self.query_strides, start + self.query_at)
-        numbers = flat[start : start + self.num_elements]
+        numbers = (flat[start : start + self.num_elements],)
         if form.is_self_attention:
             return numbers, query, query, query
         key = flat.as_strided(form.key_shape, self.key_strides, start + self.key_at)
         value = flat.as_strided(form.value_shape, self.value_strides, start + self.value_at)
         return numbers, query, key, value
+
+    def prepared(self, tensors: Tensors) -> Prepared:
+        """The problem as the engine takes it: what the same header led to the last time, with these numbers."""
+        form, (numbers, query, key, value) = self.form, tensors
+        problem = AttentionProblem(
+            query.view(self.query_shape),
+            None if form.is_self_attention else key.view(self.key_shape),
+            None if form.is_self_attention else value.view(self.value_shape),
+            options=self.options,
+        )
+        return Prepared(problem, form.path, form.why, form.cost, plain=form, numbers=numbers)
 
     def head_of_answer(self, *, compute_s: float) -> bytes:
         """The length and the header of an answer that was computed at once; the context's bytes follow."""
@@ -82,7 +100,7 @@ class PlainRecipes:
 
     def _recipe(self, header: bytes, decoded: DecodedRequest, prepared: Prepared) -> PlainRecipe | None:
         form = prepared.plain
-        if form is None or len(header) > MAX_HEADER_BYTES:
+        if form is None or not isinstance(decoded.problem, AttentionProblem) or len(header) > MAX_HEADER_BYTES:
             return None
         entries = orjson.loads(header)
         entries.pop("__metadata__", None)
@@ -106,6 +124,10 @@ class PlainRecipes:
             query_strides=_strides(form.query_shape),
             key_strides=_strides(form.key_shape),
             value_strides=_strides(form.value_shape),
+            query_shape=tuple(entries["query"]["shape"]),
+            key_shape=tuple(entries[names[-2]]["shape"]) if len(names) > 1 else (),
+            value_shape=tuple(entries[names[-1]]["shape"]) if len(names) > 1 else (),
+            options=decoded.problem.options,
             timeout_s=decoded.timeout_s,
             context_bytes=context_bytes,
             answer_header=self._answer_header(form, context_bytes),

@@ -5,31 +5,28 @@ from __future__ import annotations
 import itertools
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
-from attn_core.errors import Fault, InvalidProblem
+from attn_core.errors import MAX_FAULTS, Fault, InvalidProblem
 from attn_core.problem import TENSOR_NAMES, AttentionOptions, AttentionProblem, TensorSpec, WeightedSumProblem
 from attn_core.validate import (
-    MAX_FAULTS,
     find_faults,
     find_value_faults,
     find_weighted_sum_faults,
     known_lengths,
     spec_of,
 )
+from service.wire.arrays import Limits
+from service.wire.json_arrays import NUMBER_TENSORS, Encoding, Names
 from service.wire.options import EXPECTED, AttentionCallOptions, CallOptions, read_options, unknown_fault
-from service.wire.tensors import Limits
 
 Problem = AttentionProblem | WeightedSumProblem
-Encoding = Literal["list", "base64"]
 
 WEIGHTED_SUM_NAMES: tuple[str, ...] = ("weights", "value")
-NUMBER_TENSORS = frozenset({"query", "key", "value", "bias", "alibi_slopes", "sinks", "weights"})
 VALUED_TENSORS = frozenset({"bias", "key_lengths", "query_lengths", "query_offset", "alibi_slopes", "sinks"})
 """Tensors whose numbers are checked, not only their shapes."""
-MASK_TENSORS = frozenset({"allow_mask", "block_mask"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +40,10 @@ class Call:
     def option_names(self) -> tuple[str, ...]:
         fields = self.options.model_fields
         return tuple(name for name in EXPECTED if name in fields)
+
+    @property
+    def names(self) -> Names:
+        return Names(self.tensors, self.option_names)
 
 
 ATTENTION = Call(TENSOR_NAMES, AttentionCallOptions)

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from attn_core.errors import Fault, InvalidProblem
 from service.errors import Malformed
-from service.wire.requests import MASK_TENSORS, Call, DecodedRequest, Parts, ReadLimits, assemble
-from service.wire.tensors import Buffer, Limits, bool_fault, bytes_of, shape_faults, view_bytes
+from service.wire.arrays import Buffer, Limits, shape_faults
+from service.wire.json_arrays import MASK_TENSORS
+from service.wire.requests import Call, DecodedRequest, Parts, ReadLimits, assemble
+from service.wire.tensors import bool_fault, bytes_of, view_bytes
 from service.wire.text import load_small, repeated_fault, short, short_name
 
 MEDIA_TYPE = "application/vnd.safetensors"

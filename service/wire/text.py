@@ -19,10 +19,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from attn_core.errors import Fault, InvalidProblem
-from attn_core.validate import MAX_FAULTS
+from attn_core.errors import MAX_FAULTS, Fault, InvalidProblem
 from service.errors import Malformed
-from service.wire.tensors import Buffer
+from service.wire.arrays import Buffer, Limits
 
 try:
     import simdjson
@@ -34,8 +33,6 @@ _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _BARE_WORD = re.compile(rb"[\[,:\s](?:NaN|[-+]?Infinity)\s*[\],}]")
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"(\s*:)?', re.DOTALL)
 _MAX_DEPTH = 8
-MAX_LISTS = 2**20
-"""Rows of tensors are walked one by one; so many take about a second, which is more than text is worth."""
 SIMDJSON_MAX_COUNT = 2**24 - 2
 
 ReadRow = Callable[[list[Any], tuple[int, ...], list[Fault]], list[Any]]
@@ -99,15 +96,7 @@ class _SimdList(NestedList):
                 # An empty or very deep list: the other road words the fault.
                 raise TypeError
             level = level[0]
-        rows = [self._array]
-        num_lists = 1
-        for depth, size in enumerate(shape):
-            for row in rows:
-                if not isinstance(row, simdjson.Array) or len(row) != size:
-                    raise TypeError
-            if depth + 1 < len(shape):
-                rows = [child for row in rows for child in row]
-                num_lists += len(rows)
+        num_lists = _count_regular(self._array, shape)
         flat = np.frombuffer(self._array.as_buffer(of_type="d"), dtype=np.float64)
         if flat.size != math.prod(shape):
             raise TypeError
@@ -120,8 +109,28 @@ class _SimdList(NestedList):
         return self._flat
 
 
+def _count_regular(node: Any, shape: list[int]) -> int:
+    """How many lists a node is made of; their objects are never all there at once. Raises: TypeError."""
+    if not isinstance(node, simdjson.Array) or len(node) != shape[0]:
+        raise TypeError
+    if len(shape) == 1:
+        return 1
+    below = shape[1:]
+    if len(below) > 1:
+        return 1 + sum(_count_regular(child, below) for child in node)
+    size = below[0]
+    for child in node:
+        if not isinstance(child, simdjson.Array) or len(child) != size:
+            raise TypeError
+    return 1 + shape[0]
+
+
 def read_object(
-    body: Buffer, number_fields: frozenset[str], other_fields: frozenset[str]
+    body: Buffer,
+    number_fields: frozenset[str],
+    other_fields: frozenset[str],
+    *,
+    max_lists: int = Limits().max_json_lists,
 ) -> tuple[dict[str, Any], list[Fault]]:
     """The members of the one object that a body must be, nested lists as ``NestedList``, and the repeated names.
 
@@ -133,8 +142,8 @@ def read_object(
         raise Malformed("a byte order mark", faults=[Fault("", "JSON in UTF-8 without a byte order mark", "one")])
     written = np.frombuffer(body, dtype=np.uint8)
     num_lists = int(np.count_nonzero(written == ord("[")))
-    if num_lists > MAX_LISTS:
-        expected = f"at most {MAX_LISTS} lists in one body; base64 and safetensors have no such limit"
+    if num_lists > max_lists:
+        expected = f"at most {max_lists} lists in one body; base64 and safetensors have no such limit"
         raise InvalidProblem([Fault("", expected, str(num_lists))])
     # Where an array may have 2^24 elements pysimdjson miscounts it, and writes past the list that it makes of it.
     if simdjson is not None and np.count_nonzero(written == ord(",")) < SIMDJSON_MAX_COUNT:
@@ -387,6 +396,12 @@ def _dotted(path: tuple[int, ...]) -> str:
     return ".".join(str(index) for index in path)
 
 
+class Shown(str):
+    """The short text of a value that itself is not kept: ``short`` of the one is ``short`` of the other."""
+
+    __slots__ = ()
+
+
 def short_name(name: str, limit: int = 100) -> str:
     """A caller's name for a thing, cut where it gets long."""
     return name if len(name) <= limit else name[:limit] + "…"
@@ -394,6 +409,8 @@ def short_name(name: str, limit: int = 100) -> str:
 
 def short(value: Any, limit: int = 80) -> str:
     """A value as JSON text, cut where it gets long."""
+    if isinstance(value, Shown):
+        return str(value)
     if isinstance(value, NestedList):
         value = value.plain()
     if isinstance(value, str) and len(value) > limit:

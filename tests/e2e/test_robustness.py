@@ -37,7 +37,7 @@ def nested(depth: int) -> str:
         # More elements than pysimdjson can count, where it would have made a list of them.
         (b'{"query":[[1]],"x":[' + b"1," * (2**24 + 1000) + b"1]}", "x"),
         (b'{"query":[[1]],"causal":[' + b"1," * (2**24 + 1000) + b"1]}", "causal"),
-        (b'{"query":[' + b"[]," * (2**20 + 1) + b"[]]}", ""),
+        (b'{"query":[' + b"[]," * (2**22 + 1) + b"[]]}", ""),
         (b"{" + b'"query":[[1]],' * 200_000 + b'"a":1}', "query"),
         (b"{" + b",".join(b'"a%d":1,"a%d":2' % (n, n) for n in range(50_000)) + b"}", "a0"),
         (b"{" + b",".join(b'"a%d":1' % n for n in range(20_000)) + b"}", "a0"),

@@ -1,7 +1,8 @@
-"""Permits: who is inside is counted, in whatever order they come, go and fail."""
+"""Permits: who is inside is counted, in whatever order they come, go and fail; and what would wait too long."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -10,14 +11,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_core.errors import TooLarge
-from service.admission import UNASKED_BYTES, Admission
-from service.errors import Overloaded
+from service.admission import MEMORY_IS_FRESH_S, SHORT_WAIT_S, UNASKED_BYTES, Admission
+from service.deadline import Deadline
+from service.errors import REFUSAL_REASONS, DeadlinePassed, Overloaded
+from tests.support.clock import FakeClock
+
+UNIT = UNASKED_BYTES
 
 
 def make_admission(
-    *, max_requests: int = 3, max_bytes: int = 100, allowed_bytes: Callable[[], int] = lambda: 2**40
+    *,
+    max_requests: int = 3,
+    max_bytes: int = 100,
+    allowed_bytes: Callable[[], int] = lambda: 2**40,
+    max_wait_s: float = math.inf,
+    clock: FakeClock | None = None,
 ) -> Admission:
-    return Admission(max_requests=max_requests, max_body_bytes_inside=max_bytes, allowed_bytes=allowed_bytes)
+    return Admission(
+        max_requests=max_requests,
+        max_body_bytes_inside=max_bytes,
+        allowed_bytes=allowed_bytes,
+        max_wait_s=max_wait_s,
+        clock=clock or FakeClock(),
+    )
 
 
 def test_the_place_after_the_last_is_refused_and_free_again_when_one_leaves() -> None:
@@ -120,10 +136,129 @@ def test_memory_is_refused_above_what_is_allowed_with_both_figures() -> None:
     assert (caught.value.needed_bytes, caught.value.allowed_bytes) == (2 * UNASKED_BYTES + 1, 2 * UNASKED_BYTES)
 
 
-def test_the_system_is_asked_for_large_problems_alone_and_each_time() -> None:
-    figures = iter([2**30, 0])
-    admission = make_admission(allowed_bytes=lambda: next(figures))
+def test_the_system_is_asked_for_large_problems_alone_and_believed_for_a_moment() -> None:
+    clock, figures = FakeClock(), iter([2**30, 0])
+    admission = make_admission(allowed_bytes=lambda: next(figures), clock=clock)
     admission.check_memory(UNASKED_BYTES)
     admission.check_memory(UNASKED_BYTES + 1)
+    clock.now += MEMORY_IS_FRESH_S / 2
+    admission.check_memory(UNASKED_BYTES + 1)
+    clock.now += MEMORY_IS_FRESH_S
     with pytest.raises(TooLarge):
         admission.check_memory(UNASKED_BYTES + 1)
+
+
+def test_problems_that_fit_alone_and_not_together_come_one_after_the_other() -> None:
+    admission = make_admission(allowed_bytes=lambda: 10 * UNIT)
+    with admission.request():
+        admission.hold_memory(6 * UNIT)
+        with pytest.raises(Overloaded) as caught:
+            admission.hold_memory(5 * UNIT)
+        assert caught.value.reason == "memory_in_use" and admission.memory_inside == 6 * UNIT
+        admission.hold_memory(4 * UNIT)
+        admission.release_memory(6 * UNIT)
+        admission.hold_memory(5 * UNIT)
+        for held in (4, 5):
+            admission.release_memory(held * UNIT)
+    assert admission.memory_inside == 0
+    admission.check_integrity()
+
+
+def test_one_that_never_fits_is_too_large_and_no_matter_of_load() -> None:
+    admission = make_admission(allowed_bytes=lambda: 10 * UNIT)
+    admission.hold_memory(6 * UNIT)
+    with pytest.raises(TooLarge):
+        admission.hold_memory(11 * UNIT)
+    assert admission.memory_inside == 6 * UNIT
+
+
+def test_many_small_ones_together_are_counted_too() -> None:
+    admission = make_admission(allowed_bytes=lambda: 2 * UNIT)
+    for _ in range(4):
+        admission.hold_memory(UNIT // 2)
+    with pytest.raises(Overloaded):
+        admission.hold_memory(1)
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 1.9, 2.0])
+def test_a_wait_up_to_the_limit_is_let_in(wait_s: float) -> None:
+    make_admission(max_wait_s=2.0).check_wait(wait_s)
+    make_admission().check_wait(1e9 * wait_s)
+
+
+@pytest.mark.parametrize(("wait_s", "retry_after_s"), [(2.001, 2), (4.5, 4), (61.0, 60)])
+def test_a_longer_wait_is_refused_and_told_when_half_the_limit_will_be_left(wait_s: float, retry_after_s: int) -> None:
+    with pytest.raises(Overloaded) as caught:
+        make_admission(max_wait_s=2.0).check_wait(wait_s)
+    assert (caught.value.reason, caught.value.retry_after_s) == ("wait", retry_after_s)
+    assert caught.value.reason in REFUSAL_REASONS
+
+
+def test_nobody_is_told_to_come_back_at_once() -> None:
+    with pytest.raises(Overloaded) as caught:
+        make_admission(max_wait_s=0.01).check_wait(0.02)
+    assert caught.value.retry_after_s == 1
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "compute_s", "remaining_s", "is_met"),
+    [
+        (0.0, 0.0, 1.0, True),
+        (0.5, 0.5, 1.0, True),
+        (0.5, 0.6, 1.0, False),
+        (2.0, 0.0, 1.0, False),
+        (0.0, 2.0, 1.0, False),
+        (0.0, 0.0, 0.0, False),
+        (0.0, 0.0, -1.0, False),
+        (SHORT_WAIT_S / 2, SHORT_WAIT_S / 2, SHORT_WAIT_S / 100, True),
+        (SHORT_WAIT_S, 0.01, SHORT_WAIT_S / 100, False),
+    ],
+)
+def test_a_deadline_that_cannot_be_met_is_refused_at_once(
+    wait_s: float, compute_s: float, remaining_s: float, is_met: bool
+) -> None:
+    clock = FakeClock(0.0)
+    admission, deadline = make_admission(clock=clock), Deadline(remaining_s, clock)
+    if is_met:
+        admission.check_deadline(wait_s, compute_s, deadline)
+        return
+    with pytest.raises(DeadlinePassed) as caught:
+        admission.check_deadline(wait_s, compute_s, deadline)
+    assert caught.value.at_once
+
+
+def test_a_permit_is_given_back_once_however_often_it_leaves() -> None:
+    admission = make_admission(max_requests=2)
+    first, second = admission.enter(), admission.enter()
+    first.hold(60)
+    for _ in range(2):
+        first.leave()
+        assert (admission.requests_inside, admission.body_bytes_inside) == (1, 0)
+    second.leave()
+    assert admission.requests_inside == 0
+    admission.check_integrity()
+
+
+def test_what_is_inside_already_counts_beyond_the_limit_and_keeps_others_out() -> None:
+    admission = make_admission(max_requests=1)
+    permit = admission.enter()
+    more = admission.enter_anyway()
+    more.count(1000)
+    assert (admission.requests_inside, admission.body_bytes_inside) == (2, 1000)
+    permit.leave()
+    with pytest.raises(Overloaded):
+        admission.enter()
+    more.leave()
+    admission.enter().leave()
+    assert (admission.requests_inside, admission.body_bytes_inside) == (0, 0)
+
+
+def test_bytes_that_are_counted_unasked_are_refused_to_others() -> None:
+    admission = make_admission(max_bytes=100)
+    with admission.request() as first, admission.request() as second:
+        first.count(150)
+        with pytest.raises(Overloaded):
+            second.hold(1)
+        first.release()
+        second.hold(100)
+    admission.check_integrity()

@@ -10,7 +10,7 @@ import pytest
 
 import attn_core.errors
 import service.errors
-from attn_core.errors import AttentionError, InvalidProblem, TooLarge
+from attn_core.errors import Abandoned, AttentionError, InvalidProblem, TooLarge
 from service.errors import (
     REFUSAL_REASONS,
     BodyTooLarge,
@@ -28,6 +28,8 @@ from service.errors import (
 from service.failures import FAILURES, INTERNAL, failure_of
 
 BASES = {AttentionError, ServiceError}
+INSIDE = {Abandoned}
+"""What no caller is ever told: nobody waits, or the batcher says DeadlinePassed instead."""
 CONTRACT = {
     Malformed: (400, "malformed"),
     NotFound: (404, "not-found"),
@@ -54,7 +56,9 @@ def errors_in(module: ModuleType) -> Iterator[type[Exception]]:
             yield member
 
 
-OURS = [kind for module in (attn_core.errors, service.errors) for kind in errors_in(module) if kind not in BASES]
+OURS = [
+    kind for module in (attn_core.errors, service.errors) for kind in errors_in(module) if kind not in BASES | INSIDE
+]
 
 
 def blank(kind: type[BaseException]) -> BaseException:
@@ -84,7 +88,10 @@ def test_only_what_load_and_starting_refuse_may_be_tried_again() -> None:
     assert {row.http for row in FAILURES.values() if row.may_retry} == {429, 503}
 
 
-@pytest.mark.parametrize("error", [ValueError("x"), KeyError(), AttentionError(), ServiceError("x"), SystemExit(1)])
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("x"), KeyError(), AttentionError(), ServiceError("x"), SystemExit(1), *(kind() for kind in INSIDE)],
+)
 def test_anything_unknown_is_a_mistake_of_the_server(error: BaseException) -> None:
     assert failure_of(error) is INTERNAL
     assert (INTERNAL.http, INTERNAL.grpc, INTERNAL.may_retry) == (500, "INTERNAL", False)

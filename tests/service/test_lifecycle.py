@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Coroutine
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from service.errors import Draining, Unavailable
 from service.lifecycle import Lifecycle, State
+from tests.support.clock import FakeClock, next_turn, run_still
 
 WAIT_S = 30.0
 
@@ -152,14 +154,83 @@ def test_a_failure_inside_counts_as_leaving() -> None:
     run(check())
 
 
-def test_a_drain_whose_limit_is_over_gives_up_and_answers_those_inside() -> None:
+@pytest.mark.parametrize("early_s", [0.001, 0.0])
+def test_a_drain_whose_limit_is_over_gives_up_and_answers_those_inside(early_s: float) -> None:
+    clock = FakeClock()
+
     async def check() -> None:
         lifecycle = ready()
         guests = [await Guest(lifecycle).come_in() for _ in range(2)]
-        assert await lifecycle.drain(notice_s=WAIT_S, timeout_s=0.01) == 2
+        draining = asyncio.create_task(lifecycle.drain(notice_s=60.0, timeout_s=5.0))
+        await next_turn(3)
+        clock.now += 5.0 - early_s
+        await next_turn(3)
+        assert draining.done() is (early_s == 0)
+        clock.now += early_s
+        assert await draining == 2
         await asyncio.gather(*(guest.task for guest in guests))
         assert all(isinstance(guest.error, Draining) for guest in guests)
         assert lifecycle.inside == 0
+
+    run_still(clock, check())
+
+
+def test_those_who_left_are_not_given_up_and_the_others_are_once() -> None:
+    clock, given_up = FakeClock(), []
+
+    async def check() -> None:
+        lifecycle = ready()
+        for name in ("first", "second", "third"):
+            lifecycle.enter(name, lambda name=name: given_up.append(name))  # type: ignore[misc]
+        for _ in range(2):
+            lifecycle.leave("second")
+            assert lifecycle.inside == 2
+        draining = asyncio.create_task(lifecycle.drain(notice_s=0.0, timeout_s=5.0))
+        await next_turn()
+        clock.now += 5.0
+        assert await draining == 2
+        assert given_up == ["first", "third"]
+        lifecycle.leave("first")
+        lifecycle.leave("third")
+        assert lifecycle.inside == 0
+
+    run_still(clock, check())
+
+
+def test_one_who_leaves_as_it_is_given_up_keeps_nobody_from_being_told() -> None:
+    clock, given_up = FakeClock(), []
+
+    async def check() -> None:
+        lifecycle = ready()
+
+        def give_up(name: str) -> None:
+            given_up.append(name)
+            lifecycle.leave(name)
+
+        for name in ("first", "second"):
+            lifecycle.enter(name, functools.partial(give_up, name))
+        draining = asyncio.create_task(lifecycle.drain(notice_s=0.0, timeout_s=5.0))
+        await next_turn()
+        clock.now += 5.0
+        assert await draining == 2
+        assert given_up == ["first", "second"] and lifecycle.inside == 0
+
+    run_still(clock, check())
+
+
+def test_a_request_without_a_task_of_its_own_is_waited_for_and_let_in_as_any_other() -> None:
+    async def check() -> None:
+        with pytest.raises(Unavailable, match="starting"):
+            Lifecycle().enter("early", lambda: None)
+        lifecycle = ready()
+        lifecycle.enter("inside", lambda: None)
+        draining = asyncio.create_task(lifecycle.drain(notice_s=0.0, timeout_s=WAIT_S))
+        await next_turn(3)
+        assert not draining.done()
+        with pytest.raises(Draining):
+            lifecycle.enter("late", lambda: None)
+        lifecycle.leave("inside")
+        assert await draining == 0
 
     run(check())
 
@@ -177,13 +248,18 @@ def test_one_cancelled_for_another_reason_is_not_told_that_it_was_the_drain() ->
 
 
 def test_the_notice_is_kept_when_nobody_is_inside() -> None:
-    async def check() -> None:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        assert await ready().drain(notice_s=0.05, timeout_s=WAIT_S) == 0
-        assert loop.time() - began >= 0.05
+    clock = FakeClock()
 
-    run(check())
+    async def check() -> None:
+        draining = asyncio.create_task(ready().drain(notice_s=2.0, timeout_s=60.0))
+        await next_turn(3)
+        clock.now += 1.999
+        await next_turn(3)
+        assert not draining.done()
+        clock.now += 0.001
+        assert await draining == 0
+
+    run_still(clock, check())
 
 
 def test_asking_to_stop_before_or_after_waiting_is_heard() -> None:

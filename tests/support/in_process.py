@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import uvicorn
 import uvloop
 
 from attn_core import AttentionError, AttentionResult, Engine
@@ -71,10 +72,24 @@ class InProcess:
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(WAIT_S)
 
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Have the event loop call it behind all that it is to call already."""
+        self._loop.call_soon_threadsafe(function)
+
 
 @contextmanager
-def service_in_process(engine: Engine, *, start_engine: bool = True, **settings: Any) -> Iterator[InProcess]:
-    """The real app, queue, batcher and server around ``engine``; the loop itself computes nothing."""
+def service_in_process(
+    engine: Engine,
+    *,
+    start_engine: bool = True,
+    loop_engine: Engine | None = None,
+    configure: Callable[[uvicorn.Config], object] | None = None,
+    **settings: Any,
+) -> Iterator[InProcess]:
+    """The real app, queue, batcher and server around ``engine``; the loop itself computes by ``loop_engine``, if any.
+
+    ``configure`` may change what uvicorn is told.
+    """
     resolved = read_settings({}, **settings)
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
@@ -82,8 +97,17 @@ def service_in_process(engine: Engine, *, start_engine: bool = True, **settings:
     is_up, stop = threading.Event(), threading.Event()
 
     async def run() -> None:
-        parts = compose(resolved, torch.device("cpu"), make_engine=lambda: engine, measure=None)
+        make_loop_engine = None if loop_engine is None else lambda: loop_engine
+        parts = compose(
+            resolved,
+            torch.device("cpu"),
+            make_engine=lambda: engine,
+            make_loop_engine=make_loop_engine,
+            measure=None,
+        )
         server = make_server(parts, resolved)
+        if configure is not None:
+            configure(server.config)
         if start_engine:
             parts.batcher.start()
         serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -11,7 +11,7 @@ import torch
 from attn_core import AttentionProblem, AttentionResult, Engine
 from attn_core.canonical import CanonicalProblem, canonicalize
 from attn_core.engine import estimate
-from attn_core.hazards import Hazards, isolate
+from attn_core.hazards import Hazards, touched_rows, without_hazards
 from attn_core.kernels import choose_path, fused, manual
 from attn_core.kernels.output import without_pairs
 from attn_core.problem import OUTPUTS
@@ -53,12 +53,12 @@ def test_fused_kernel_and_isolation_make_everything_on_the_device_of_the_query(
     feature: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused, "MASK_BLOCK_PAIRS", 1)
-    monkeypatch.setattr(fused, "BLOCK_ROW_MULTIPLE", 5)
+    monkeypatch.setattr(fused, "ROW_MULTIPLE", 5)
     problem = without_numbers(feature)
     output = fused.attend(problem)
     assert output.outputs["context"].device.type == "meta"
     hazards = Hazards(query=True, key=True, value=True, bias=problem.bias is not None)
-    clean, touched = isolate(problem, hazards)
+    clean, touched = without_hazards(problem, hazards), touched_rows(problem, hazards)
     assert {t.device.type for t in (touched, clean.query, clean.key, clean.value)} == {"meta"}
 
 

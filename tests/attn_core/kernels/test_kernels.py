@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from torch import Tensor
 
 from attn_core import AttentionOptions, AttentionProblem, AttentionResult, Engine, InvalidProblem, canonical, hazards
-from attn_core.kernels import SUPPORTED_OUTPUTS, fused, manual
+from attn_core.kernels import SUPPORTED_OUTPUTS, fused, isolated, manual
 from attn_core.problem import OUTPUTS
 from tests.support.factory import (
     DTYPES,
@@ -44,14 +44,19 @@ def attend(problem: AttentionProblem) -> AttentionResult:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every loop over blocks of rows goes round many times."""
+    """Every loop over blocks of items, heads and rows goes round many times."""
     monkeypatch.setattr(manual, "WHOLE_PAIRS", 1)
     monkeypatch.setattr(manual, "BLOCK_PAIRS", 1)
     monkeypatch.setattr(manual, "MIN_BLOCK_ROWS", 3)
-    monkeypatch.setattr(fused, "MASK_BLOCK_PAIRS", 1)
-    monkeypatch.setattr(fused, "BLOCK_ROW_MULTIPLE", 3)
+    monkeypatch.setattr(manual, "SORTED_PAIRS", 1)
+    monkeypatch.setattr(fused, "BLOCK_PAIRS", 1)
+    for name in ("LONG_ROWS", "ROW_MULTIPLE", "BLOCK_ROW_MULTIPLE"):
+        monkeypatch.setattr(fused, name, 3)
+    monkeypatch.setattr(isolated, "PART_BYTES", 1)
     monkeypatch.setattr(canonical, "_MASK_BLOCK_PAIRS", 1)
-    monkeypatch.setattr(hazards, "_PAIRS_PER_BLOCK", 1)
+    monkeypatch.setattr(hazards, "PAIRS_PER_BLOCK", 1)
+    monkeypatch.setattr(hazards, "READ_AT_ONCE", 1)
+    monkeypatch.setattr(hazards, "COPIED_AT_ONCE", 1)
 
 
 SERVED = [

@@ -1,13 +1,18 @@
-// Closed-loop HTTP/1.1 load: one thread, epoll, connections kept alive, requests read from files beforehand.
+// HTTP/1.1 load: one thread, epoll, connections kept alive, requests read from files beforehand.
 //
-// usage: httpload HOST PORT CONNECTIONS WARM_S SECONDS MIN_ANSWERS LIMIT_S ANSWER_PREFIX REQUEST...
+// usage: httpload HOST PORT CONNECTIONS RATE WARM_S SECONDS MIN_ANSWERS LIMIT_S ANSWER_PREFIX REQUEST...
+//
+// RATE 0 is a closed loop: each connection asks again once it is answered. Any other is an open loop: so many requests
+// a second, all in turn, whatever becomes of those before, each on a connection that has none under way; where all
+// have, it is not sent, and counted. What is said here of the end holds for the closed loop.
 //
 // Connection i begins with request i % num_requests and goes round all of them, so that a server which favours short
 // requests is sent no more of them. Answers count for SECONDS after WARM_S, and on until MIN_ANSWERS have come or a
 // connection broke. Then only requests that nobody has under way are sent once more, and all answers are awaited, so
 // that the server is idle at the end and its time can be divided by all answers. An answer to request k goes to
 // ANSWER_PREFIX.k, the first answer that is not 200 to ANSWER_PREFIX.bad, body alone; figures go to stdout as one JSON
-// object.
+// object. Latencies are those of 200, from sending to the last byte; "refused" has those of all other answers, and
+// "requests" statuses and latencies for each request by itself.
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -48,10 +53,27 @@ static int poller, num_requests;
 static struct bytes *requests;
 static const char *answer_prefix;
 
+struct latency {
+    double seconds;
+    int request;
+};
+
+struct latencies {
+    struct latency *of;
+    size_t count, room;
+};
+
 static double count_from, count_to, last_counted;
-static size_t min_answers, num_counted, latency_room;
-static double *latencies;
-static long statuses[NUM_STATUSES], connection_errors, reconnects;
+static size_t min_answers;
+static struct latencies counted, refused;
+static long statuses[NUM_STATUSES], (*request_statuses)[NUM_STATUSES];
+static long connection_errors, reconnects;
+// Of the open loop: connections without a request, the request whose turn it is, what was due and what could not be sent.
+static double rate;
+static struct connection **idle;
+static size_t num_idle;
+static int next_in_turn;
+static long num_due, num_not_sent;
 // Last: what is sent while stopping, whose answer is kept.
 static bool stopping, *is_last_sent, *is_saved, bad_saved;
 
@@ -112,6 +134,8 @@ static bool dial(struct connection *c) {
 static void hang_up(struct connection *c) {
     close(c->fd);
     c->fd = -1;
+    // One that is idle in the open loop stands among the idle ones already.
+    if (rate && c->in_flight) idle[num_idle++] = c;
     c->in_flight = false;
 }
 
@@ -195,22 +219,30 @@ static int receive_more(struct connection *c) {
     }
 }
 
+static void keep(struct latencies *list, double seconds, int request) {
+    if (list->count == list->room) {
+        list->room = list->room ? list->room * 2 : 1 << 16;
+        list->of = need(realloc(list->of, list->room * sizeof *list->of));
+    }
+    list->of[list->count++] = (struct latency){seconds, request};
+}
+
 static void count_answer(struct connection *c) {
     double t = now();
-    statuses[c->status > 0 && c->status < NUM_STATUSES ? c->status : NUM_STATUSES - 1]++;
+    int status = c->status > 0 && c->status < NUM_STATUSES ? c->status : NUM_STATUSES - 1;
+    statuses[status]++;
+    request_statuses[c->request][status]++;
     if (c->status != 200) {
         if (!bad_saved) save_answer(c, "bad");
         bad_saved = true;
-    } else if (t >= count_from && (t < count_to || num_counted < min_answers)) {
-        if (num_counted == latency_room) {
-            latency_room = latency_room ? latency_room * 2 : 1 << 16;
-            latencies = need(realloc(latencies, latency_room * sizeof *latencies));
-        }
-        latencies[num_counted++] = t - c->began;
-        last_counted = t;
+        keep(&refused, t - c->began, c->request);
+    } else if (t >= count_from && (t < count_to || counted.count < min_answers || rate)) {
+        // In the open loop the last ones count too: those that waited longest are among them.
+        keep(&counted, t - c->began, c->request);
+        if (t < count_to || !rate) last_counted = t;
     }
     // Writing takes time, so it waits for the end, where nothing is counted any more.
-    if (stopping && !is_saved[c->request]) {
+    if (stopping && !rate && !is_saved[c->request]) {
         char suffix[16];
         snprintf(suffix, sizeof suffix, "%d", c->request);
         save_answer(c, suffix);
@@ -233,8 +265,18 @@ static bool next_request(struct connection *c) {
 
 static void finish_request(struct connection *c) {
     bool must_close = c->sending || strcasestr(c->answer, "\nconnection: close");
-    c->in_flight = false;
     count_answer(c);
+    if (rate) {
+        if (must_close) {
+            hang_up(c);
+            reconnects++;
+        } else {
+            c->in_flight = false;
+            idle[num_idle++] = c;
+        }
+        return;
+    }
+    c->in_flight = false;
     if (!next_request(c)) return;
     if (must_close) {
         hang_up(c);
@@ -261,83 +303,141 @@ static void handle_event(struct connection *c, uint32_t events) {
     }
 }
 
-static int compare(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
+// What is due by now in the open loop, on the connections that were idle last: few are open where few are needed.
+static void send_due(double began) {
+    double t = now();
+    for (; began + num_due / rate <= t && began + num_due / rate < count_to; num_due++) {
+        int request = next_in_turn;
+        next_in_turn = (next_in_turn + 1) % num_requests;
+        if (!num_idle) {
+            num_not_sent++;
+            continue;
+        }
+        struct connection *c = idle[--num_idle];
+        c->request = request;
+        if (c->fd < 0 && !dial(c)) {
+            idle[num_idle++] = c;
+            num_not_sent++;
+            continue;
+        }
+        start_request(c);
+    }
+}
+
+static int by_length(const void *a, const void *b) {
+    double x = ((const struct latency *)a)->seconds, y = ((const struct latency *)b)->seconds;
     return (x > y) - (x < y);
 }
 
-static double quantile_ms(double share) {
-    return num_counted ? latencies[(size_t)((num_counted - 1) * share)] * 1e3 : -1;
+static int by_request(const void *a, const void *b) {
+    const struct latency *x = a, *y = b;
+    return x->request != y->request ? (x->request > y->request) - (x->request < y->request) : by_length(a, b);
+}
+
+static double quantile_ms(const struct latency *sorted, size_t count, double share) {
+    return count ? sorted[(size_t)((count - 1) * share)].seconds * 1e3 : -1;
+}
+
+static void print_quantiles(const struct latency *sorted, size_t count) {
+    printf("\"p50_ms\":%.4f,\"p90_ms\":%.4f,\"p99_ms\":%.4f,\"max_ms\":%.4f", quantile_ms(sorted, count, 0.5),
+           quantile_ms(sorted, count, 0.9), quantile_ms(sorted, count, 0.99), quantile_ms(sorted, count, 1));
+}
+
+static void print_statuses(const long *of) {
+    const char *separator = "";
+    printf("\"statuses\":{");
+    for (int i = 0; i < NUM_STATUSES; i++) {
+        if (!of[i]) continue;
+        printf("%s\"%d\":%ld", separator, i, of[i]);
+        separator = ",";
+    }
+    printf("}");
 }
 
 static void report(double stopped_at, int unfinished) {
     double end = stopped_at < count_to ? stopped_at : last_counted > count_to ? last_counted : count_to;
     double window = end - count_from, sum = 0;
     long all = 0;
-    qsort(latencies, num_counted, sizeof *latencies, compare);
-    for (size_t i = 0; i < num_counted; i++) sum += latencies[i];
+    qsort(counted.of, counted.count, sizeof *counted.of, by_length);
+    qsort(refused.of, refused.count, sizeof *refused.of, by_length);
+    for (size_t i = 0; i < counted.count; i++) sum += counted.of[i].seconds;
     for (int i = 0; i < NUM_STATUSES; i++) all += statuses[i];
     struct rusage used;
     getrusage(RUSAGE_SELF, &used);
     double cpu = used.ru_utime.tv_sec + used.ru_stime.tv_sec + (used.ru_utime.tv_usec + used.ru_stime.tv_usec) * 1e-6;
-    printf("{\"counted\":%zu,\"window_s\":%.4f,\"requests_per_s\":%.3f,\"mean_ms\":%.4f,", num_counted, window,
-           window > 0 ? num_counted / window : 0, num_counted ? sum / num_counted * 1e3 : -1);
-    printf("\"p50_ms\":%.4f,\"p90_ms\":%.4f,\"p99_ms\":%.4f,\"max_ms\":%.4f,", quantile_ms(0.5), quantile_ms(0.9),
-           quantile_ms(0.99), quantile_ms(1));
-    printf("\"all\":%ld,\"bad\":%ld,\"connection_errors\":%ld,\"reconnects\":%ld,\"unfinished\":%d,", all,
+    printf("{\"counted\":%zu,\"window_s\":%.4f,\"requests_per_s\":%.3f,\"mean_ms\":%.4f,", counted.count, window,
+           window > 0 ? counted.count / window : 0, counted.count ? sum / counted.count * 1e3 : -1);
+    print_quantiles(counted.of, counted.count);
+    printf(",\"all\":%ld,\"bad\":%ld,\"connection_errors\":%ld,\"reconnects\":%ld,\"unfinished\":%d,", all,
            all - statuses[200], connection_errors, reconnects, unfinished);
-    printf("\"client_cpu_s\":%.4f,\"statuses\":{", cpu);
-    const char *separator = "";
-    for (int i = 0; i < NUM_STATUSES; i++) {
-        if (!statuses[i]) continue;
-        printf("%s\"%d\":%ld", separator, i, statuses[i]);
-        separator = ",";
+    printf("\"due\":%ld,\"not_sent\":%ld,\"client_cpu_s\":%.4f,", num_due, num_not_sent, cpu);
+    print_statuses(statuses);
+    printf(",\"refused\":{\"counted\":%zu,", refused.count);
+    print_quantiles(refused.of, refused.count);
+    printf("},\"requests\":[");
+    qsort(counted.of, counted.count, sizeof *counted.of, by_request);
+    size_t at = 0;
+    for (int request = 0; request < num_requests; request++) {
+        size_t first = at;
+        while (at < counted.count && counted.of[at].request == request) at++;
+        printf("%s{", request ? "," : "");
+        print_quantiles(counted.of + first, at - first);
+        printf(",");
+        print_statuses(request_statuses[request]);
+        printf("}");
     }
-    printf("}}\n");
+    printf("]}\n");
 }
 
 int main(int count, char **arguments) {
-    if (count < 10) {
-        fprintf(stderr, "usage: httpload HOST PORT CONNECTIONS WARM_S SECONDS MIN_ANSWERS LIMIT_S ANSWER_PREFIX REQUEST...\n");
+    if (count < 11) {
+        fprintf(stderr, "usage: httpload HOST PORT CONNECTIONS RATE WARM_S SECONDS MIN_ANSWERS LIMIT_S ANSWER_PREFIX "
+                        "REQUEST...\n");
         return 2;
     }
     address.sin_family = AF_INET;
     address.sin_port = htons(atoi(arguments[2]));
     if (inet_pton(AF_INET, arguments[1], &address.sin_addr) != 1) die(arguments[1]);
     int num_connections = atoi(arguments[3]);
-    double began = now(), give_up = began + atof(arguments[7]);
-    count_from = began + atof(arguments[4]);
-    count_to = count_from + atof(arguments[5]);
-    min_answers = atol(arguments[6]);
-    answer_prefix = arguments[8];
-    num_requests = count - 9;
+    rate = atof(arguments[4]);
+    double began = now(), give_up = began + atof(arguments[8]);
+    count_from = began + atof(arguments[5]);
+    count_to = count_from + atof(arguments[6]);
+    min_answers = atol(arguments[7]);
+    answer_prefix = arguments[9];
+    num_requests = count - 10;
     requests = need(calloc(num_requests, sizeof *requests));
     is_last_sent = need(calloc(num_requests, sizeof *is_last_sent));
     is_saved = need(calloc(num_requests, sizeof *is_saved));
-    for (int i = 0; i < num_requests; i++) requests[i] = read_file(arguments[9 + i]);
+    for (int i = 0; i < num_requests; i++) requests[i] = read_file(arguments[10 + i]);
+    request_statuses = need(calloc(num_requests, sizeof *request_statuses));
+    idle = need(calloc(num_connections, sizeof *idle));
 
     poller = epoll_create1(0);
     struct connection *connections = need(calloc(num_connections, sizeof *connections));
     for (int i = 0; i < num_connections; i++) {
         connections[i].request = i % num_requests;
-        if (dial(&connections[i])) start_request(&connections[i]);
+        connections[i].fd = -1;
+        if (rate) idle[num_idle++] = &connections[num_connections - 1 - i];
+        else if (dial(&connections[i])) start_request(&connections[i]);
     }
     struct epoll_event events[MAX_EVENTS];
     double t, stopped_at = 0, next_retry = 0;
-    int in_flight = num_connections;
+    int in_flight = num_connections, poll_ms = rate ? 1 : POLL_MS;
     while ((t = now()) < give_up && (!stopping || in_flight)) {
-        if (!stopping && t >= count_to && (num_counted >= min_answers || connection_errors)) {
+        if (!stopping && t >= count_to && (rate || counted.count >= min_answers || connection_errors)) {
             stopping = true;
             stopped_at = t;
             for (int i = 0; i < num_connections; i++)
                 if (connections[i].in_flight) is_last_sent[connections[i].request] = true;
         }
-        if (!stopping && t > next_retry) {
+        if (rate) send_due(began);
+        if (!rate && !stopping && t > next_retry) {
             next_retry = t + RETRY_S;
             for (int i = 0; i < num_connections; i++)
                 if (connections[i].fd < 0 && dial(&connections[i])) start_request(&connections[i]);
         }
-        int num_events = epoll_wait(poller, events, MAX_EVENTS, POLL_MS);
+        int num_events = epoll_wait(poller, events, MAX_EVENTS, poll_ms);
         for (int i = 0; i < num_events; i++) handle_event(events[i].data.ptr, events[i].events);
         in_flight = 0;
         for (int i = 0; i < num_connections; i++) in_flight += connections[i].in_flight;

@@ -14,14 +14,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attn_core import InvalidProblem
-from service.wire import json_format
+from attn_core.validate import dtype_text
+from service.wire import arrays, json_arrays
+from service.wire.arrays import FlatTensor, Limits
 from service.wire.json_format import decode, encode
 from service.wire.requests import ATTENTION, WEIGHTED_SUM, ReadLimits
-from service.wire.tensors import Limits, round_numbers
+from service.wire.tensors import tensor_of
 from tests.support.bodies import as_lists, read_tensor, strict_json
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 LIMITS = ReadLimits()
+
+
+def round_numbers(
+    numbers: np.ndarray[tuple[int, ...], np.dtype[np.float64]], dtype: torch.dtype, shape: tuple[int, ...]
+) -> Tensor:
+    name = dtype_text(dtype)
+    return tensor_of(FlatTensor(name, shape, arrays.round_numbers(numbers, name)))
 
 
 def nearest(number: float, dtype: torch.dtype) -> float:
@@ -125,9 +134,9 @@ def test_long_tensors_are_written_in_pieces_to_the_same_text(monkeypatch: pytest
     outputs = {"a": torch.randn(3, 4, 50, generator=generator), "b": torch.randn(7, dtype=torch.float64)}
     for encoding in ("list", "base64"):
         whole = b"".join(encode(outputs, {"x": 1}, encoding))
-        monkeypatch.setattr(json_format, "LIST_PIECE_ELEMENTS", 16)
-        monkeypatch.setattr(json_format, "BASE64_PIECE_BYTES", 12)
-        monkeypatch.setattr(json_format, "SHORT_TEXT_BYTES", 1)
+        monkeypatch.setattr(json_arrays, "LIST_PIECE_ELEMENTS", 16)
+        monkeypatch.setattr(json_arrays, "BASE64_PIECE_BYTES", 12)
+        monkeypatch.setattr(json_arrays, "SHORT_TEXT_BYTES", 1)
         pieces = encode(outputs, {"x": 1}, encoding)
         monkeypatch.undo()
         assert len(pieces) > 10

@@ -1,0 +1,67 @@
+"""How a large problem is cut into blocks: a block is some items, some heads and some query rows of it.
+
+The sizes follow from shape, dtype and options alone, never from load or threads, so that a problem has one answer.
+Cutting between items or heads changes no bit of it; cutting between rows may, so that comes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from attn_core.problem import Dims
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The most that one block takes. ``heads`` are query heads: whole groups of them, or some of one group."""
+
+    items: int
+    heads: int
+    rows: int
+
+    def leaves_whole(self, dims: Dims) -> bool:
+        return self.items >= dims.batch and self.heads >= dims.num_heads and self.rows >= dims.seq_len_q
+
+    def blocks(self, dims: Dims) -> Iterator[tuple[slice, slice, slice]]:
+        """Items, heads and rows of each block; all blocks of the same rows follow each other."""
+        for rows in runs(dims.seq_len_q, self.rows):
+            for items, heads in self.parts(dims):
+                yield items, heads, rows
+
+    def parts(self, dims: Dims) -> Iterator[tuple[slice, slice]]:
+        """Items and heads of each block, whatever its rows."""
+        group = dims.group_size
+        for items in runs(dims.batch, self.items):
+            if self.heads >= group:
+                for heads in runs(dims.num_heads, self.heads):
+                    yield items, heads
+                continue
+            for first in range(0, dims.num_heads, group):
+                for heads in runs(group, self.heads):
+                    yield items, slice(first + heads.start, first + heads.stop)
+
+
+def cut_heads_first(dims: Dims, pairs: int) -> Cut:
+    """Blocks of at most ``pairs`` query-key pairs; where one head has more, one head whole."""
+    one_head = max(1, dims.seq_len_q * dims.seq_len_kv)
+    group, every = dims.group_size, dims.num_heads
+    if one_head * every <= pairs:
+        return Cut(even(dims.batch, pairs // (one_head * every)), every, dims.seq_len_q)
+    if one_head * group <= pairs:
+        return Cut(1, group * even(dims.num_kv_heads, pairs // (one_head * group)), dims.seq_len_q)
+    return Cut(1, even(group, max(1, pairs // one_head)), dims.seq_len_q)
+
+
+def even(total: int, most: int, *, multiple: int = 1) -> int:
+    """The size of parts of about one size, none above ``most``, each but the last a multiple of ``multiple``."""
+    if total <= most:
+        return max(1, total)
+    size = -(-total // -(-total // most))
+    return -(-size // multiple) * multiple
+
+
+def runs(total: int, size: int) -> Iterator[slice]:
+    """0 to ``total`` in runs of ``size``, the last one shorter."""
+    for start in range(0, total, size):
+        yield slice(start, min(total, start + size))

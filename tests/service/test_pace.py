@@ -1,0 +1,96 @@
+"""Estimates: they grow with the work, follow what is seen, and never run away."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attn_core.cost import Cost
+from service.pace import MAX_CORRECTION, MEMORY_BYTES_PER_S, Pace
+
+RATES = {"fused": 1e9, "manual": 1e8}
+paths = st.sampled_from(sorted(RATES))
+seconds = st.floats(0, 1e4)
+
+
+def make_cost(flops: int = 10**6, bytes_moved: int = 0) -> Cost:
+    return Cost(flops=flops, bytes_moved=bytes_moved, peak_bytes=0, output_bytes=0)
+
+
+costs = st.builds(make_cost, st.integers(0, 10**15), st.integers(0, 10**12))
+
+
+def make_pace(*, overhead_s: float = 1e-4) -> Pace:
+    return Pace(overhead_s=overhead_s, flops_per_s=RATES)
+
+
+def test_an_estimate_is_the_overhead_and_the_flops_at_the_rate_of_the_kernel() -> None:
+    pace = make_pace()
+    assert pace.estimate_s(make_cost(10**6), "fused") == pytest.approx(1e-4 + 1e-3)
+    assert pace.estimate_s(make_cost(10**6), "manual") == pytest.approx(1e-4 + 1e-2)
+    assert pace.estimate_s(make_cost(0), "manual") == pytest.approx(1e-4)
+
+
+def test_what_computes_little_is_bound_by_the_bytes_it_moves() -> None:
+    moved = int(2 * MEMORY_BYTES_PER_S)
+    assert make_pace().estimate_s(make_cost(1, moved), "fused") == pytest.approx(2.0 + 1e-4)
+
+
+@given(costs, paths, st.integers(0, 10**15), st.integers(0, 10**12), st.lists(seconds, max_size=5))
+def test_more_work_is_never_estimated_shorter(
+    cost: Cost, path: str, more_flops: int, more_bytes: int, seen: list[float]
+) -> None:
+    pace = make_pace()
+    for took_s in seen:
+        pace.observe(cost, path, took_s)
+    more = make_cost(cost.flops + more_flops, cost.bytes_moved + more_bytes)
+    assert 0 < pace.estimate_s(cost, path) <= pace.estimate_s(more, path)
+
+
+@given(costs, paths, st.floats(1 / MAX_CORRECTION, MAX_CORRECTION), st.lists(seconds, max_size=5))
+def test_each_observation_brings_the_estimate_nearer_to_it(
+    cost: Cost, path: str, slowness: float, before: list[float]
+) -> None:
+    pace = make_pace()
+    truth = slowness * pace.estimate_s(cost, path)
+    for took_s in before:
+        pace.observe(cost, path, took_s)
+    first_off = off = abs(pace.estimate_s(cost, path) - truth)
+    for _ in range(100):
+        pace.observe(cost, path, truth)
+        nearer = abs(pace.estimate_s(cost, path) - truth)
+        assert nearer <= off * 0.99 + 1e-9 * truth
+        off = nearer
+    assert off <= first_off / 100 + 1e-9 * truth
+
+
+@given(costs, paths, st.lists(st.sampled_from([0.0, 1e-9, 1e9]), max_size=300))
+def test_no_observation_moves_an_estimate_beyond_the_bound(cost: Cost, path: str, seen: list[float]) -> None:
+    pace = make_pace()
+    first_s = pace.estimate_s(cost, path)
+    for took_s in seen:
+        pace.observe(cost, path, took_s)
+        assert 0.999 / MAX_CORRECTION <= pace.estimate_s(cost, path) / first_s <= 1.001 * MAX_CORRECTION
+
+
+def test_one_outlier_changes_little() -> None:
+    pace, cost = make_pace(), make_cost()
+    first_s = pace.estimate_s(cost, "fused")
+    pace.observe(cost, "fused", 1e6)
+    assert pace.estimate_s(cost, "fused") <= 2 * first_s
+
+
+def test_what_is_seen_of_one_kernel_says_nothing_of_another() -> None:
+    pace, cost = make_pace(), make_cost()
+    manual_s = pace.estimate_s(cost, "manual")
+    pace.observe(cost, "fused", 1.0)
+    assert pace.estimate_s(cost, "manual") == manual_s
+
+
+def test_rates_that_were_measured_take_the_place_of_all_before() -> None:
+    pace = make_pace()
+    pace.observe(make_cost(), "fused", 1.0)
+    pace.set_rates(overhead_s=1e-3, flops_per_s={"fused": 1e6, "manual": 1e5})
+    assert pace.estimate_s(make_cost(10**6), "fused") == pytest.approx(1.001)
+    assert pace.estimate_s(make_cost(10**6), "manual") == pytest.approx(10.001)
