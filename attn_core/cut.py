@@ -23,22 +23,22 @@ class Cut:
     def leaves_whole(self, dims: Dims) -> bool:
         return self.items >= dims.batch and self.heads >= dims.num_heads and self.rows >= dims.seq_len_q
 
-    def blocks(self, dims: Dims) -> Iterator[tuple[slice, slice, slice]]:
+    def blocks(self, dims: Dims, *, row_multiple: int = 1) -> Iterator[tuple[slice, slice, slice]]:
         """Items, heads and rows of each block; all blocks of the same rows follow each other."""
-        for rows in runs(dims.seq_len_q, self.rows):
+        for rows in even_runs(dims.seq_len_q, self.rows, multiple=row_multiple):
             for items, heads in self.parts(dims):
                 yield items, heads, rows
 
     def parts(self, dims: Dims) -> Iterator[tuple[slice, slice]]:
         """Items and heads of each block, whatever its rows."""
         group = dims.group_size
-        for items in runs(dims.batch, self.items):
+        for items in even_runs(dims.batch, self.items):
             if self.heads >= group:
-                for heads in runs(dims.num_heads, self.heads):
+                for heads in even_runs(dims.num_heads, self.heads, multiple=group):
                     yield items, heads
                 continue
             for first in range(0, dims.num_heads, group):
-                for heads in runs(group, self.heads):
+                for heads in even_runs(group, self.heads):
                     yield items, slice(first + heads.start, first + heads.stop)
 
 
@@ -54,11 +54,22 @@ def cut_heads_first(dims: Dims, pairs: int) -> Cut:
 
 
 def even(total: int, most: int, *, multiple: int = 1) -> int:
-    """The size of parts of about one size, none above ``most``, each but the last a multiple of ``multiple``."""
+    """The longest of ``even_runs``."""
     if total <= most:
         return max(1, total)
     size = -(-total // -(-total // most))
     return -(-size // multiple) * multiple
+
+
+def even_runs(total: int, most: int, *, multiple: int = 1) -> Iterator[slice]:
+    """0 to ``total`` in as few runs of at most ``most`` as there can be, all of about one length.
+
+    Each but the last is a multiple of ``multiple`` long, and so is ``most`` where it is less than ``total``. None is
+    much shorter than the others: few rows alone would have other bits on another number of threads.
+    """
+    num_runs, units = -(-total // most), -(-total // multiple)
+    for run in range(num_runs):
+        yield slice(run * units // num_runs * multiple, min(total, (run + 1) * units // num_runs * multiple))
 
 
 def runs(total: int, size: int) -> Iterator[slice]:

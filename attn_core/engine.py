@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_core.canonical import CanonicalProblem, canonicalize, to_callers_form
 from attn_core.cost import Cost
-from attn_core.cut import runs
+from attn_core.cut import even_runs
 from attn_core.errors import AttentionError, Checkpoint, Fault, InvalidProblem, never_abandoned
 from attn_core.hazards import Hazards, find_hazards, touched_rows
 from attn_core.kernels import fused, isolated, logsumexp_by_operator, manual
@@ -121,7 +121,8 @@ class Engine:
         """The result of a problem of a plain form; None where its numbers need more care."""
         form = prepared.plain
         assert form is not None
-        numbers = prepared.numbers or tuple(tensor.view(-1) for tensor in problem.tensors().values())
+        operands = (problem.query, problem.key, problem.value)
+        numbers = prepared.numbers or tuple(tensor.view(-1) for tensor in operands if tensor is not None)
         query = problem.query.view(form.query_shape)
         key = query if problem.key is None else problem.key.view(form.key_shape)
         value = query if problem.value is None else problem.value.view(form.value_shape)
@@ -225,7 +226,7 @@ def _weighted_context_in_blocks(weights: Tensor, value: Tensor, checkpoint: Chec
     for items, heads in size.parts(dims):
         shared = slice(heads.start // dims.group_size, (heads.stop - 1) // dims.group_size + 1)
         own = value[items, shared].to(arithmetic)
-        for rows in runs(seq_len_q, size.rows):
+        for rows in even_runs(seq_len_q, size.rows):
             checkpoint()
             context[items, heads, rows] = weighted_context(weights[items, heads, rows].to(arithmetic), own)
     return context

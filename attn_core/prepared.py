@@ -48,7 +48,8 @@ class Prepared:
         if self.canonical is not None:
             return self.canonical.dims.batch * self.canonical.dims.seq_len_q
         assert isinstance(self.problem, WeightedSumProblem)
-        return math.prod(self.problem.weights.shape[:-1])
+        weights = self.problem.weights
+        return weights.shape[-2] * (weights.shape[0] if weights.ndim == 4 else 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

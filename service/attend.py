@@ -52,6 +52,10 @@ class Attend:
         self._spent_s = 0.0
         self._turn_ends = False
 
+    def check_room(self) -> None:
+        """Raises: Overloaded when the queue is full."""
+        self._queue.check_room()
+
     def wait_s(self) -> float:
         """The estimated wait of one more small problem."""
         return self._queue.wait_s(is_large=False)
@@ -101,8 +105,9 @@ class Attend:
         """
         needed_bytes = prepared.cost.peak_bytes + more_bytes
         estimated_s = self._pace.estimate_s(prepared.cost, prepared.path)
-        if self.may_run_at_once(estimated_s):
-            self._admission.check_memory(needed_bytes)
+        # First: what can never be held is told so, not that it would take too long.
+        self._admission.check_memory(needed_bytes)
+        if self.may_run_at_once(estimated_s, is_tiny=self._pace.is_tiny(prepared.cost, prepared.path)):
             self._admission.check_deadline(0.0, 0.0, deadline)
             outcome = self._run_at_once(prepared, needed_bytes, estimated_s)
             if outcome is not None:
@@ -120,10 +125,18 @@ class Attend:
             raise
         return Waiting(pending, self._queue, self._admission)
 
-    def may_run_at_once(self, estimated_s: float) -> bool:
+    def may_run_at_once(self, estimated_s: float, *, is_tiny: bool = False) -> bool:
         """Whether the event loop may compute this itself: it is short, nothing waits, and the loop has not yet computed
-        for long since it last looked at its sockets."""
-        if self._engine is None or estimated_s > AT_ONCE_S or not self._queue.is_empty:
+        for long since it last looked at its sockets.
+
+        A tiny problem it always computes: to hand it over would take longer, and a thread that needs the interpreter
+        for each of them falls behind a busy loop for good.
+        """
+        if self._engine is None or estimated_s > AT_ONCE_S:
+            return False
+        if is_tiny:
+            return True
+        if not self._queue.is_empty:
             return False
         if self._spent_s + estimated_s <= AT_ONCE_S:
             return True
@@ -131,8 +144,11 @@ class Attend:
         self._end_turn()
         return False
 
-    def plain_estimate_s(self, form: PlainForm) -> float:
-        return self._pace.estimate_s(form.cost, form.path)
+    def may_run_plain_at_once(self, form: PlainForm) -> float | None:
+        """The estimated seconds of a problem that the event loop may compute itself, None for others."""
+        estimated_s = self._pace.estimate_s(form.cost, form.path)
+        is_tiny = self._pace.is_tiny(form.cost, form.path)
+        return estimated_s if self.may_run_at_once(estimated_s, is_tiny=is_tiny) else None
 
     def run_plain_at_once(
         self,

@@ -9,6 +9,8 @@ would cost copies and gain nothing (facts: batching never pays on CPU). A GPU ha
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +28,9 @@ from service.pace import Pace
 from service.request_queue import Answer, Outcome, Pending, RequestQueue
 
 log = logging.getLogger("attn.batcher")
+
+NICENESS = 5
+"""Of the engine's threads. Behind busy ones the loop would answer late what takes it no time: health, refusals."""
 
 
 class Batcher:
@@ -90,6 +95,9 @@ class Batcher:
         return self._lost is not None
 
     def _run(self, small: bool, large: bool, is_first: bool) -> None:
+        if sys.platform == "linux":
+            # There, alone, a thread has a priority of its own.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         if not is_first:
             # The first one measures the machine, which nobody must disturb.
             self._is_ready.wait()
@@ -112,21 +120,27 @@ class Batcher:
         after_small = False
         while (batch := self._queue.take(small=small, large=large, after_small=after_small)) is not None:
             after_small = not batch[0].ride.is_large
-            try:
-                if engine is None or self._lost is not None:
-                    self._refuse(batch)
-                else:
-                    self._answer(engine, batch)
-            except _DeviceLost as lost:
-                self._lose(lost.error)
+            self._settle(engine, batch)
+            # While it waits for the next one, a worker must not keep the tensors of the last one alive.
+            del batch
+
+    def _settle(self, engine: Engine | None, batch: Sequence[Pending]) -> None:
+        """Have every one of a batch answered or refused, whatever happens."""
+        try:
+            if engine is None or self._lost is not None:
                 self._refuse(batch)
-            except Exception as error:
-                # A mistake of ours must neither end the lane nor leave anybody waiting.
-                log.exception("a batch of %d was given up", len(batch))
-                for pending in batch:
-                    self._post(pending, error)
-            finally:
-                self._queue.done(batch)
+            else:
+                self._answer(engine, batch)
+        except _DeviceLost as lost:
+            self._lose(lost.error)
+            self._refuse(batch)
+        except Exception as error:
+            # A mistake of ours must neither end the lane nor leave anybody waiting.
+            log.exception("a batch of %d was given up", len(batch))
+            for pending in batch:
+                self._post(pending, error)
+        finally:
+            self._queue.done(batch)
 
     def _answer(self, engine: Engine, batch: Sequence[Pending]) -> None:
         """Report every outcome. Raises: _DeviceLost when the device answers no more."""

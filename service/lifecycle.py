@@ -146,7 +146,10 @@ class Lifecycle:
             self._given_up = set(self._inside)
             given_up = len(self._inside)
             for give_up in list(self._inside.values()):
-                give_up()
+                try:
+                    give_up()
+                except Exception:
+                    log.exception("a request was not given up")
             return given_up
         await asyncio.sleep(max(0.0, notice_s - (loop.time() - began)))
         return 0

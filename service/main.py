@@ -30,6 +30,7 @@ from service.attend import Attend
 from service.batcher import Batcher
 from service.calibration import measure_rates
 from service.deliveries import Deliveries
+from service.doors.acceptor import Acceptor
 from service.doors.asgi_protocol import AsgiProtocol
 from service.doors.binary import BinaryDoor
 from service.doors.http_protocol import HttpProtocol
@@ -122,6 +123,21 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take connections in by ``Acceptor`` instead of the loop's own server."""
+        make_protocol: Any = self.config.http_protocol_class
+        await self.lifespan.startup()
+        make = functools.partial(
+            make_protocol,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+            _loop=asyncio.get_running_loop(),
+        )
+        servers: Any = [Acceptor(listener, make, tls=self.config.ssl) for listener in sockets or []]
+        self.servers = servers
+        self.started = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,17 +269,21 @@ def make_server(parts: Composition, settings: Settings) -> uvicorn.Server:
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> HttpProtocol:
-        def make_asgi(binary: HttpProtocol) -> AsgiProtocol:
+    ) -> HttpProtocol | AsgiProtocol:
+        def make_asgi(binary: HttpProtocol | None = None) -> AsgiProtocol:
             return AsgiProtocol(
                 config=config,
                 server_state=server_state,
                 app_state=app_state,
                 _loop=_loop,
                 head_timeout_s=settings.head_timeout_s,
-                give_back=binary.take_back,
+                give_back=None if binary is None else binary.take_back,
             )
 
+        if config.is_ssl:
+            # Under TLS the loop does not say how much of an answer is still to be sent, by which the road for binary
+            # bodies knows who does not read.
+            return make_asgi()
         return HttpProtocol(
             parts.door,
             landing=landing,
@@ -319,8 +339,6 @@ async def _serve(settings: Settings, device: torch.device, listener: socket.sock
     end = loop.time() + settings.drain_timeout_s
     given_up = await lifecycle.drain(notice_s=settings.drain_notice_s, timeout_s=settings.drain_timeout_s)
     if server.started:
-        # Right after the loop has accepted all who wait, and before it works on them: whoever waits is reset.
-        await asyncio.sleep(0)
         for accepting in server.servers:
             accepting.close()
         await asyncio.sleep(LAST_REQUESTS_S)

@@ -8,6 +8,7 @@ from attn_core.cost import Cost
 
 MEMORY_BYTES_PER_S = 5e9
 """What moves bytes and computes little is bound by memory, which no start-up measurement is long enough to see."""
+TINY_FACTOR = 2.0
 LEARNING_RATE = 0.05
 MAX_CORRECTION = 20.0
 
@@ -31,6 +32,10 @@ class Pace:
 
     def estimate_s(self, cost: Cost, path: str) -> float:
         return self._raw_s(cost, path) * self._correction[path]
+
+    def is_tiny(self, cost: Cost, path: str) -> bool:
+        """Whether computing takes no longer than what every problem costs besides."""
+        return self._raw_s(cost, path) <= TINY_FACTOR * self._overhead_s
 
     def observe(self, cost: Cost, path: str, took_s: float) -> None:
         """Learn from one problem. Machines slow down under load: the estimate follows within a few dozen."""

@@ -95,14 +95,18 @@ class RequestQueue:
         workers = 1 if is_large else self._num_small_workers
         return (self._waiting_s[is_large] + self._running_s[is_large]) / workers
 
+    def check_room(self) -> None:
+        """Refuse at the head what ``put`` would refuse once it has been read. Raises: Overloaded."""
+        if len(self) >= self.max_requests:
+            raise Overloaded(f"{self.max_requests} requests are waiting already", reason="queue_full")
+
     def put(self, pending: Pending) -> None:
         """Add one. Raises: Overloaded when the queue is full, Draining when it is closed."""
         is_large = pending.ride.is_large
         with self._lock:
             if self._closed:
                 raise Draining("the server stops and takes no new work")
-            if len(self) >= self.max_requests:
-                raise Overloaded(f"{self.max_requests} requests are waiting already", reason="queue_full")
+            self.check_room()
             (self._large if is_large else self._small).append(pending)
             self._waiting_s[is_large] += pending.estimated_s
             (self._large_came if is_large else self._small_came).notify()

@@ -58,20 +58,29 @@ def cut(problem: CanonicalProblem, *, device_type: str | None = None) -> Cut:
         pairs = long_pairs = GPU_BLOCK_FLOPS.get(dtype, GPU_BLOCK_FLOPS_WIDE) // per_pair
     if dims.num_pairs <= min(pairs, MASK_BLOCK_PAIRS):
         return Cut(dims.batch, dims.num_heads, dims.seq_len_q)
-    rows, seen = dims.seq_len_q, 1.0
-    is_causal = is_square_causal(problem)
-    if is_causal and rows:
-        # While its rows are together, torch leaves out the tiles behind the diagonal.
-        seen = min(1.0, (rows + BLOCK_ROW_MULTIPLE) / (2 * rows))
-    found = cut_heads_first(dims, int(pairs / seen))
-    if found.heads == 1 and rows * dims.seq_len_kv * seen > (long_pairs if is_causal else pairs):
+    one_head, is_causal = dims.seq_len_q * dims.seq_len_kv, is_square_causal(problem)
+    if is_causal:
+        # While its rows are together, torch leaves out what lies behind the diagonal, and threads share whole heads.
+        one_head //= 2
+        found = cut_heads_first(dims, 2 * (pairs if 2 * one_head <= pairs else long_pairs))
+        found = replace(found, heads=_power_of_two(found.heads, unit=dims.group_size))
+    else:
+        found = cut_heads_first(dims, pairs)
+    rows = dims.seq_len_q
+    if one_head > pairs:
         rows = _most_rows(rows, dims.seq_len_kv, pairs, long_pairs)
-        rows = min(rows, CAUSAL_ROWS) if is_causal else rows
+        rows, found = (min(rows, CAUSAL_ROWS), replace(found, heads=1)) if is_causal else (rows, found)
     if needs_mask(problem):
         items, heads = masks_apart(problem)
         per_row = max(1, (found.items if items else 1) * (found.heads if heads else 1) * dims.seq_len_kv)
         rows = min(rows, _most_rows(dims.seq_len_q, per_row, MASK_BLOCK_PAIRS, MASK_BLOCK_PAIRS))
     return replace(found, rows=rows)
+
+
+def _power_of_two(number: int, *, unit: int) -> int:
+    """The largest power of two up to ``number``, in ``unit``s where it is one or more of them."""
+    unit = unit if number >= unit else 1
+    return int(unit * 2 ** (number // unit).bit_length() // 2)
 
 
 def _most_rows(seq_len_q: int, per_row: int, pairs: int, long_pairs: int) -> int:
@@ -142,7 +151,7 @@ def attend(
     by_item, by_head = masks_apart(problem)
     made: tuple[object, ...] | None = None
     mask = empty = None
-    for items, heads, rows in size.blocks(dims):
+    for items, heads, rows in size.blocks(dims, row_multiple=ROW_MULTIPLE):
         checkpoint()
         part = problem.part(items, heads, rows)
         if is_band(part) and size.rows < dims.seq_len_q and problem.device.type == "cpu":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_core.canonical import CanonicalProblem
-from attn_core.cut import Cut, even, runs
+from attn_core.cut import Cut, even, even_runs
 from attn_core.errors import Checkpoint, never_abandoned
 from attn_core.hazards import Hazards, without_hazards
 from attn_core.kernels import fused, manual
@@ -19,14 +19,17 @@ from attn_core.kernels.output import KernelOutput, new_output
 
 PART_BYTES = 2**20
 """So much of query, key and value is copied at once; one group of heads at least."""
+FEW_ROWS = 32
+"""On several threads the bits of so few float32 rows may tell which heads were computed beside them."""
 
 
 def part_size(problem: CanonicalProblem, *, device_type: str | None = None) -> Cut:
     """How many items and heads are answered at once, all their rows."""
     dims = problem.dims
-    if (device_type or problem.device.type) != "cpu":
-        # A GPU's kernel may give a head other bits in other company.
-        return Cut(dims.batch, dims.num_heads, dims.seq_len_q)
+    if (device_type or problem.device.type) != "cpu" or dims.seq_len_q <= FEW_ROWS:
+        # A head keeps its bits in the company that it has without any hazard. So it is on a GPU, too.
+        own = fused.cut(problem, device_type=device_type)
+        return Cut(own.items, own.heads, dims.seq_len_q)
     numbers = dims.group_size * dims.seq_len_q * dims.head_dim + dims.seq_len_kv * (dims.head_dim + dims.head_dim_v)
     groups = max(1, PART_BYTES // max(1, numbers * problem.query.dtype.itemsize))
     if groups >= dims.num_kv_heads:
@@ -83,7 +86,7 @@ def _put_exact(
     """
     dims = problem.dims
     nonfinite = torch.zeros_like(touched)
-    for rows in runs(dims.seq_len_q, manual.cut(like.dims, dims.seq_len_q).rows):
+    for rows in even_runs(dims.seq_len_q, manual.cut(like.dims, dims.seq_len_q).rows):
         own = touched[:, :, rows]
         if not own.any():
             continue

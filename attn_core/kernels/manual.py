@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_core.canonical import CanonicalProblem
-from attn_core.cut import Cut, cut_heads_first, even, runs
+from attn_core.cut import Cut, cut_heads_first, even, even_runs, runs
 from attn_core.errors import Checkpoint, never_abandoned
 from attn_core.hazards import Hazards
 from attn_core.kernels.output import KernelOutput, named_outputs, new_output
@@ -88,7 +88,7 @@ def attend(problem: CanonicalProblem, hazards: Hazards, checkpoint: Checkpoint =
         part = problem.part(items, heads)
         key, value = part.key.to(arithmetic), part.value.to(arithmetic)
         value_is_finite = not hazards.value or bool(torch.isfinite(value).all())
-        for places in runs(listed.numel(), size.rows):
+        for places in even_runs(listed.numel(), size.rows):
             rows = listed[places]
             at = places if only is None else rows
             answer.turn_to(items, heads, places)

@@ -106,6 +106,7 @@ class BinaryDoor:
         """
         self.lifecycle.check_open()
         self.admission.check_wait(self._attend.wait_s())
+        self._attend.check_room()
         permit = self.admission.enter()
         try:
             permit.hold(head.content_length)
@@ -143,8 +144,8 @@ class BinaryDoor:
         if recipe.timeout_s is not None:
             return None
         form = recipe.form
-        estimated_s = self._attend.plain_estimate_s(form)
-        if not self._attend.may_run_at_once(estimated_s):
+        estimated_s = self._attend.may_run_plain_at_once(form)
+        if estimated_s is None:
             return None
         tensors = buffer.views(recipe, data_at)
         parsed = time.monotonic()

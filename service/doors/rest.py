@@ -228,6 +228,7 @@ class _RestDoor:
         deadline = Deadline(exchange.began + parts.limits.default_timeout_s)
         with contextlib.ExitStack() as inside:
             inside.enter_context(parts.lifecycle.work())
+            parts.attend.check_room()
             permit = inside.enter_context(parts.admission.request())
             inside.enter_context(parts.metrics.in_flight.track_inprogress())
             forms = negotiate(headers)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attn_core import Abandoned, AttentionOptions, AttentionProblem, AttentionResult, Engine, WeightedSumProblem
 from attn_core.canonical import CanonicalProblem, canonicalize
-from attn_core.cut import Cut, cut_heads_first
+from attn_core.cut import Cut, cut_heads_first, even, even_runs
 from attn_core.engine import estimate
 from attn_core.kernels import fused, isolated, manual
 from attn_core.problem import OUTPUTS, Dims
@@ -24,11 +24,11 @@ from tests.support.memory import peak_bytes_of
 from tests.support.oracle import assert_matches_reference, assert_same_bits, same_bits
 
 MIB = 2**20
-AXES: dict[str, int] = {"batch": 2, "num_heads": 4, "seq_len_q": 66, "seq_len_kv": 80}
-SQUARE: dict[str, int] = {"batch": 2, "num_heads": 4, "seq_len_q": 70, "seq_len_kv": 70}
+AXES: dict[str, Any] = {"batch": 2, "num_heads": 4, "seq_len_q": 66, "seq_len_kv": 80}
+SQUARE: dict[str, Any] = {"batch": 2, "num_heads": 4, "seq_len_q": 70, "seq_len_kv": 70}
 
 
-def cases() -> dict[str, tuple[dict[str, int], dict[str, Tensor], dict[str, Any]]]:
+def cases() -> dict[str, tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]]:
     """Every way to answer a problem in blocks: axes, tensors, options."""
     found = {}
     for name in ("nothing", "lower_right", "window", "causal window", "mask and bias", "bias of all", "key_lengths"):
@@ -84,16 +84,8 @@ def test_problem_in_blocks_matches_reference_and_has_its_bits_in_any_company(
     problem = make_case(case, dtype, path)
     alone = Engine().attend(problem)
     assert_matches_reference(problem, alone)
-    before = torch.get_num_threads()
-    try:
-        engine = Engine(max_threads=2)
-        engine._use_threads(2**40)
-        # Small problems would be given one thread.
-        engine._use_threads = lambda flops: None  # type: ignore[method-assign]
-        small = make_problem()
-        results = engine.run([small, problem, poisoned(problem), problem, small])
-    finally:
-        torch.set_num_threads(before)
+    small = make_problem()
+    results = Engine().run([small, problem, poisoned(problem), problem, small])
     for place in (1, 3):
         beside = results[place]
         assert isinstance(beside, AttentionResult)
@@ -111,12 +103,59 @@ def test_number_that_is_not_finite_cannot_change_the_other_rows_of_a_problem_in_
     assert same_bits(result.outputs["context"][~bad], clean.outputs["context"][~bad])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", ["plain", "square", "band", "key_lengths"])
+def test_number_of_threads_cannot_change_a_bit_of_a_problem_in_blocks(case: str, dtype: torch.dtype) -> None:
+    every: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "square": {"causal": True},
+        "band": {"causal": "lower_right", "window_left": 2000},
+        "key_lengths": {"tensors": {"key_lengths": torch.tensor([3900])}},
+    }
+    # A row more than two blocks have, which is not left alone.
+    rows = 6001 if case == "square" else 4097
+    keys = 6001 if case == "square" else 4000
+    problem = make_problem(
+        batch=1, num_heads=1, seq_len_q=rows, seq_len_kv=keys, head_dim=64, dtype=dtype, **every[case]
+    )
+    assert fused.cut(canonicalize(problem)).rows < rows
+    before = torch.get_num_threads()
+    try:
+        one, two = (Engine(max_threads=threads).attend(problem) for threads in (1, 2))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert_same_bits(one, two)
+
+
+@pytest.mark.parametrize("seq_len_q", [1, 3, 6, 40])
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 7])
+def test_heads_beside_one_that_is_not_finite_keep_their_bits_on_more_threads(
+    num_heads: int, seq_len_q: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isolated, "PART_BYTES", 1)
+    monkeypatch.setattr("attn_core.engine.THREADS_FROM_FLOPS", 0)
+    problem = make_problem(batch=2, num_heads=num_heads, seq_len_q=seq_len_q, seq_len_kv=600, head_dim=64)
+    query = problem.query.clone()
+    query[0, 0, 0] = torch.nan
+    before = torch.get_num_threads()
+    try:
+        clean, result = (
+            Engine(max_threads=2).attend(own).outputs["context"].clone()
+            for own in (problem, with_tensors(problem, query=query))
+        )
+    finally:
+        torch.set_num_threads(before)
+    clean[0, 0, 0] = torch.nan
+    assert same_bits(clean, result)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_cut_between_heads_has_the_bits_of_one_call(causal: bool) -> None:
     problem = make_problem(
         batch=1, num_heads=4, num_kv_heads=2, seq_len_q=2300, seq_len_kv=2300, head_dim=64, causal=causal
     )
-    assert fused.cut(canonicalize(problem)) in (Cut(1, 1, 2300), Cut(1, 2, 2300))
+    assert fused.cut(canonicalize(problem)) in (Cut(1, 1, 2300), Cut(1, 2, 2300), Cut(1, 4, 2300))
     assert problem.key is not None and problem.value is not None
     whole = F.scaled_dot_product_attention(problem.query, problem.key, problem.value, is_causal=causal, enable_gqa=True)
     assert same_bits(Engine().attend(problem).outputs["context"], whole)
@@ -154,8 +193,8 @@ def test_no_block_of_the_fused_kernel_takes_more_than_its_flops(dims: Dims, dtyp
     most = 2 * fused.BLOCK_FLOPS[problem.compute_dtype]
     pairs = size.items * size.heads * size.rows * dims.seq_len_kv
     if fused.is_square_causal(problem) and size.rows == dims.seq_len_q:
-        # What a tile of 256 rows sees up to its last.
-        pairs = size.items * size.heads * (dims.seq_len_q + 256) * dims.seq_len_q // 2
+        # What lies behind the diagonal is left out.
+        pairs = size.items * size.heads * (dims.seq_len_q * dims.seq_len_q // 2)
     is_one_tile = (size.items, size.heads) == (1, 1) and size.rows <= fused.ROW_MULTIPLE
     assert pairs * 2 * (dims.head_dim + dims.head_dim_v) <= most or is_one_tile
     assert pairs <= fused.BLOCK_PAIRS or is_one_tile
@@ -181,6 +220,17 @@ def test_blocks_cover_every_row_once_and_split_no_group_with_others(
         whole = heads.start % group == 0 and heads.stop % group == 0
         assert whole or heads.start // group == (heads.stop - 1) // group
     assert seen.eq(1).all()
+
+
+@given(st.integers(1, 10_000), st.integers(1, 40), st.sampled_from((1, 32)))
+def test_runs_are_of_about_one_length(total: int, most: int, multiple: int) -> None:
+    found = list(even_runs(total, most * multiple, multiple=multiple))
+    lengths = [run.stop - run.start for run in found]
+    assert sum(lengths) == total and max(lengths) <= most * multiple and len(found) == -(-total // (most * multiple))
+    assert max(lengths) <= min(lengths) + 2 * multiple - 1 and even(total, most * multiple, multiple=multiple) <= (
+        max(lengths) + multiple - 1
+    )
+    assert max(lengths) <= even(total, most * multiple, multiple=multiple)
 
 
 class Gone:

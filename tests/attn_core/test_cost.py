@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from attn_core import AttentionProblem, Engine, WeightedSumProblem
-from attn_core.engine import Problem, estimate
+from attn_core.engine import estimate
+from attn_core.prepared import Problem
 from attn_core.problem import OUTPUTS
 from tests.support.factory import features, make_problem, make_tensor, with_tensors
 from tests.support.memory import peak_bytes_of

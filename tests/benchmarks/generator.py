@@ -92,9 +92,7 @@ class Generator:
         """
         seen = self._seen(server, requests, [connections, 0, WARM_S, seconds, min_answers])
         if seen["bad"] or seen["connection_errors"] or seen["unfinished"] or seen["counted"] < min_answers:
-            raise LoadFailed(
-                str(server.failure(f"not every request was answered 200: {seen}{self._bad_answer()}"))
-            )
+            raise LoadFailed(str(server.failure(f"not every request was answered 200: {seen}{self._bad_answer()}")))
         return Load(
             requests_per_s=seen["requests_per_s"],
             p50_ms=seen["p50_ms"],

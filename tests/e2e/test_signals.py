@@ -169,7 +169,10 @@ def test_an_answer_that_is_being_read_during_a_drain_is_not_cut() -> None:
 
 def test_a_drain_whose_limit_is_over_gives_up_and_says_how_many() -> None:
     with (
-        started(ATTN_DRAIN_TIMEOUT_S="0.5") as server,
+        # No estimate of the wait, or of the time, is to refuse them first.
+        started(
+            ATTN_DRAIN_TIMEOUT_S="0.5", ATTN_MAX_WAIT_S="3600", ATTN_REQUEST_TIMEOUT_S="3600", ATTN_MAX_TIMEOUT_S="3600"
+        ) as server,
         send(server, LONG_ANSWER) as stalled,
         ThreadPoolExecutor(2) as pool,
     ):

@@ -243,9 +243,7 @@ def test_lines_end_in_one_way(port: int, road: Road, text: bytes) -> None:
         (LENGTH + b"\r\nConnection: CLOSE", READ[:1]),
     ],
 )
-def test_what_has_one_meaning_is_read(
-    port: int, road: Road, framing: bytes, replies: list[tuple[int, str]]
-) -> None:
+def test_what_has_one_meaning_is_read(port: int, road: Road, framing: bytes, replies: list[tuple[int, str]]) -> None:
     head = written(road, framing)
     places = [head.index(b"\r\n"), len(head) - len(framing) - 2, len(head) - 4, len(head) - 1, len(head)]
     assert answered(port, [head + BODY]) == replies
@@ -264,7 +262,11 @@ def test_empty_lines_before_a_request_are_passed_over(port: int, road: Road, sta
 
 @BOTH
 def test_what_two_spaces_or_another_protocol_mean_does_not_depend_on_the_road(port: int, road: Road) -> None:
-    for start in (b"POST  /v1/attention HTTP/1.1", b"POST /v1/attention RTSP/1.1", b"POST http://x/v1/attention HTTP/1.1"):
+    for start in (
+        b"POST  /v1/attention HTTP/1.1",
+        b"POST /v1/attention RTSP/1.1",
+        b"POST http://x/v1/attention HTTP/1.1",
+    ):
         assert answered(port, [written(road, LENGTH, start=start) + BODY]) == READ
     for start in (b"POST /v1/attention HTTP/1.0", b"POST /v1/attention HTTP/0.9", b"POST /v1/attention"):
         assert answered(port, [written(road, LENGTH, start=start) + BODY]) == READ[:1]
@@ -360,7 +362,23 @@ HEAD = (
     b"POST /v1/attention HTTP/1.1\r\nHost: x\r\nX-Request-Id: attack\r\n"
     b"Content-Length: %d\r\nConnection: keep-alive\r\nAccept: */*\r\nContent-Type: "
 ) % N
-PIECES = [b"\r", b"\n", b"\r\n", b"\r\n\r\n", b" ", b"\t", b":", b"\0", b",", b";", b"0", b"5", b"\x0b", b"\x7f", b"\xff"]
+PIECES = [
+    b"\r",
+    b"\n",
+    b"\r\n",
+    b"\r\n\r\n",
+    b" ",
+    b"\t",
+    b":",
+    b"\0",
+    b",",
+    b";",
+    b"0",
+    b"5",
+    b"\x0b",
+    b"\x7f",
+    b"\xff",
+]
 PIECES += [b"\r\nContent-Length: 5\r\n", b"\r\nTransfer-Encoding: chunked\r\n", b"chunked", b"Content-Length: 0\r\n"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,6 +74,7 @@ class Bench:
     engine: LoopEngine | None = None
     max_queue_requests: int = 100
     max_wait_s: float = 1e6
+    overhead_s: float = 0.0
     allowed_bytes: int = 2**40
 
     def __post_init__(self) -> None:
@@ -89,7 +91,7 @@ class Bench:
         self.attend = Attend(
             admission=self.admission,
             queue=self.queue,
-            pace=Pace(overhead_s=0.0, flops_per_s={"fused": FLOPS_PER_S, "manual": FLOPS_PER_S}),
+            pace=Pace(overhead_s=self.overhead_s, flops_per_s={"fused": FLOPS_PER_S, "manual": FLOPS_PER_S}),
             prepare=functools.partial(prepare, device_type="cpu"),
             engine=self.engine,
             clock=self.clock,
@@ -264,12 +266,49 @@ def test_problems_of_a_plain_form_share_the_turn_with_all_others() -> None:
     at_once(check)
 
 
-def test_a_plain_form_is_estimated_as_its_problem() -> None:
+def test_a_plain_form_may_run_at_once_where_its_problem_may() -> None:
     prepared = prepare(make_problem(), device_type="cpu")
     form, _ = plain(prepared)
-    bench = Bench()
-    expected = bench.attend._pace.estimate_s(prepared.cost, prepared.path)
-    assert bench.attend.plain_estimate_s(form) == expected > 0
+
+    async def check(bench: Bench, engine: LoopEngine) -> None:
+        estimated_s = bench.attend.may_run_plain_at_once(form)
+        assert estimated_s == prepared.cost.flops / FLOPS_PER_S
+        assert bench.begin(lasting(AT_ONCE_S)) is None
+        assert bench.attend.may_run_plain_at_once(form) is None
+        await next_turn()
+        assert bench.attend.may_run_plain_at_once(form) == estimated_s
+        bench.queue.put(make_pending())
+        assert bench.attend.may_run_plain_at_once(form) is None
+
+    at_once(check)
+
+
+TINY_S = AT_ONCE_S / 10
+
+
+def test_a_tiny_problem_is_answered_at_once_whoever_waits_and_whatever_the_turn_took() -> None:
+    form, _ = plain(prepare(make_problem(), device_type="cpu"))
+
+    async def check(bench: Bench, engine: LoopEngine) -> None:
+        for _ in range(30):
+            assert bench.begin(lasting(TINY_S)) is None
+        assert bench.begin(lasting(AT_ONCE_S / 2)) is not None and len(bench.queue) == 1
+        assert bench.begin(lasting(TINY_S)) is None and bench.attend.may_run_plain_at_once(form) is not None
+        assert bench.begin(lasting(AT_ONCE_S / 2)) is not None and len(bench.queue) == 2
+
+    at_once(check, overhead_s=TINY_S)
+
+
+def test_a_tiny_problem_of_a_slow_machine_and_one_without_an_engine_of_the_loop_wait() -> None:
+    async def slow(bench: Bench, engine: LoopEngine) -> None:
+        assert bench.begin(lasting(0.0)) is not None
+
+    async def without_engine(bench: Bench) -> None:
+        assert bench.begin(lasting(0.0)) is not None
+        assert not bench.attend.may_run_at_once(0.0, is_tiny=True)
+
+    at_once(slow, overhead_s=1.1 * AT_ONCE_S)
+    run(without_engine, overhead_s=TINY_S)
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("a mistake"), torch.OutOfMemoryError("full"), MemoryError()])
@@ -368,6 +407,16 @@ def test_a_deadline_that_waiting_and_computing_cannot_meet_is_refused_at_once() 
     run(check)
 
 
+def test_what_will_never_fit_is_told_so_and_not_that_it_would_take_too_long() -> None:
+    async def check(bench: Bench) -> None:
+        bench.enqueue(lasting(0.5))
+        bench.enqueue(lasting(0.5))
+        refused(bench, TooLarge, lasting(0.5, peak_bytes=2 * UNASKED_BYTES))
+        refused(bench, Overloaded, lasting(0.5))
+
+    run(check, max_wait_s=0.8, allowed_bytes=UNASKED_BYTES)
+
+
 def test_memory_of_those_inside_counts_together_until_they_end() -> None:
     async def check(bench: Bench) -> None:
         large = lasting(0.1, peak_bytes=6 * UNASKED_BYTES)
@@ -385,6 +434,8 @@ def test_a_full_or_closed_queue_gives_the_memory_back() -> None:
     async def check(bench: Bench) -> None:
         waiting = bench.enqueue()
         assert refused(bench, Overloaded).reason == "queue_full"
+        with pytest.raises(Overloaded, match="waiting"):
+            bench.attend.check_room()
         bench.queue.close()
         refused(bench, Draining)
         waiting.end()
@@ -469,6 +520,21 @@ def test_ending_a_second_time_changes_nothing() -> None:
             waiting.end()
             assert len(bench.queue) == 1
             assert bench.admission.memory_inside == other._pending.needed_bytes
+
+    run(check)
+
+
+def test_what_has_ended_keeps_nothing_of_its_problem_alive() -> None:
+    class Buffer:
+        """What the tensors lie in."""
+
+    async def check(bench: Bench) -> None:
+        buffer = Buffer()
+        is_there = weakref.ref(buffer)
+        waiting = bench.enqueue(held=buffer)
+        waiting.end()
+        del waiting, buffer
+        assert is_there() is None, "until its deadline, that would be"
 
     run(check)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -383,6 +384,26 @@ def test_the_rates_of_the_first_engine_are_measured_before_it_is_ready() -> None
         assert bench.pace.estimate_s(prepared.cost, prepared.path) > 5.0
 
     run(engine, check, measure=measure, num_small_workers=3, large_engine=ScriptedEngine())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_that_waits_keeps_nothing_of_its_last_problem_alive(fails: bool) -> None:
+    class Buffer:
+        """What the tensors lie in."""
+
+    engine, is_gone = ScriptedEngine(), threading.Event()
+    engine.refuses = {1: InvalidProblem([])} if fails else {}
+
+    async def check(bench: Bench) -> None:
+        asker = bench.put(1)
+        asker.pending.held = Buffer()
+        weakref.finalize(asker.pending.held, is_gone.set)
+        await asyncio.wait([asker.future])
+        assert (asker.future.exception() is not None) is fails
+        del asker.pending
+        assert await asyncio.to_thread(is_gone.wait, WAIT_S)
+
+    run(engine, check)
 
 
 # Who is not computed

@@ -81,6 +81,16 @@ def test_one_outlier_changes_little() -> None:
     assert pace.estimate_s(cost, "fused") <= 2 * first_s
 
 
+def test_a_problem_is_tiny_while_computing_takes_no_longer_than_the_overhead() -> None:
+    pace = make_pace(overhead_s=1e-3)
+    assert pace.is_tiny(make_cost(10**6), "fused") and not pace.is_tiny(make_cost(10**6 + 10**4), "fused")
+    assert pace.is_tiny(make_cost(10**5), "manual") and not pace.is_tiny(make_cost(10**6), "manual")
+    assert not pace.is_tiny(make_cost(0, int(MEMORY_BYTES_PER_S)), "fused")
+    for _ in range(100):
+        pace.observe(make_cost(), "fused", 1e3)
+    assert pace.is_tiny(make_cost(10**5), "fused"), "a loaded machine makes no problem larger"
+
+
 def test_what_is_seen_of_one_kernel_says_nothing_of_another() -> None:
     pace, cost = make_pace(), make_cost()
     manual_s = pace.estimate_s(cost, "manual")

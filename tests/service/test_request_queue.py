@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
@@ -15,8 +16,23 @@ from service.errors import Draining, Overloaded
 from service.request_queue import Pending, RequestQueue
 from tests.support.pending import make_pending
 
-WAIT_S = 30.0
+WAIT_S = 10.0
 ONE_BY_ONE = Budget(max_requests=1)
+T = TypeVar("T")
+
+
+def in_thread(call: Callable[..., T], *args: Any, **kwargs: Any) -> Future[T]:
+    """The call's result to be; a thread that waits for ever must not keep the tests from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def filled(queue: RequestQueue, count: int, **figures: Any) -> list[Pending]:
@@ -69,17 +85,14 @@ def test_a_worker_of_one_lane_never_takes_of_the_other() -> None:
 def test_one_that_comes_wakes_the_worker_of_its_lane(is_large: bool) -> None:
     """Whoever waits for the other lane is not woken in its stead, however often."""
     queue = RequestQueue(max_requests=9, has_large_worker=True)
-    with ThreadPoolExecutor(2) as pool:
-        others = pool.submit(queue.take, small=is_large, large=not is_large)
-        try:
-            for _ in range(100):
-                taker = pool.submit(queue.take, small=not is_large, large=is_large)
-                (one,) = filled(queue, 1, is_large=is_large)
-                assert taker.result(WAIT_S) == [one]
-            assert not others.done()
-        finally:
-            queue.close()
-        assert others.result(WAIT_S) is None
+    others = in_thread(queue.take, small=is_large, large=not is_large)
+    for _ in range(100):
+        taker = in_thread(queue.take, small=not is_large, large=is_large)
+        (one,) = filled(queue, 1, is_large=is_large)
+        assert taker.result(WAIT_S) == [one]
+    assert not others.done()
+    queue.close()
+    assert others.result(WAIT_S) is None
 
 
 @pytest.mark.parametrize("lanes", [(False, False), (False, True), (True, True)])
@@ -90,7 +103,10 @@ def test_one_more_than_the_bound_of_both_lanes_is_refused_until_one_is_taken(lan
     with pytest.raises(Overloaded) as caught:
         queue.put(third)
     assert caught.value.reason == "queue_full" and len(queue) == 2
+    with pytest.raises(Overloaded):
+        queue.check_room()
     assert queue.take() == [first]
+    queue.check_room()
     queue.put(third)
     assert [queue.take(after_small=True), queue.take()] == [[second], [third]]
 
@@ -120,11 +136,10 @@ def test_closing_hands_out_what_waits_and_then_none() -> None:
 @pytest.mark.parametrize("has_large_worker", [False, True])
 def test_takers_that_wait_are_woken_by_closing(has_large_worker: bool, num_takers: int) -> None:
     queue = RequestQueue(max_requests=1, num_small_workers=num_takers, has_large_worker=has_large_worker)
-    with ThreadPoolExecutor(num_takers + 1) as pool:
-        takers = [pool.submit(queue.take, large=not has_large_worker) for _ in range(num_takers)]
-        takers += [pool.submit(queue.take, small=False)] * has_large_worker
-        queue.close()
-        assert [taker.result(WAIT_S) for taker in takers] == [None] * len(takers)
+    takers = [in_thread(queue.take, large=not has_large_worker) for _ in range(num_takers)]
+    takers += [in_thread(queue.take, small=False) for _ in range(has_large_worker)]
+    queue.close()
+    assert [taker.result(WAIT_S) for taker in takers] == [None] * len(takers)
 
 
 def test_the_wait_is_what_waits_and_runs_in_a_lane_over_its_workers() -> None:
@@ -146,6 +161,14 @@ def test_the_wait_for_one_discarded_is_over() -> None:
     first, _ = filled(queue, 2, estimated_s=0.5)
     queue.discard(first)
     assert queue.wait_s(is_large=False) == 0.5
+
+
+def test_the_wait_is_never_negative_however_sums_are_rounded() -> None:
+    queue = RequestQueue(max_requests=9)
+    first, second, _ = (filled(queue, 1, estimated_s=estimated_s)[0] for estimated_s in (0.1, 0.7, 0.0))
+    for one in (second, first):
+        queue.discard(one)
+    assert queue.wait_s(is_large=False) >= 0
 
 
 steps = st.lists(
@@ -234,13 +257,12 @@ def test_none_is_lost_or_handed_out_twice_between_many_threads(num_takers: int) 
             taken[index].extend(batch)
             queue.done(batch)
 
-    with ThreadPoolExecutor(num_putters + num_takers) as pool:
-        takers = [pool.submit(take, index) for index in range(num_takers)]
-        for putter in [pool.submit(put, mine) for mine in offered]:
-            putter.result(WAIT_S)
-        queue.close()
-        for taker in takers:
-            taker.result(WAIT_S)
+    takers = [in_thread(take, index) for index in range(num_takers)]
+    for putter in [in_thread(put, mine) for mine in offered]:
+        putter.result(WAIT_S)
+    queue.close()
+    for taker in takers:
+        taker.result(WAIT_S)
     out = [one for mine in taken for one in mine] + given_up
     assert len(out) == num_putters * each
     assert set(out) == {one for mine in offered for one in mine}

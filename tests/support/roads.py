@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import re
 import socket
 import struct
@@ -232,7 +233,7 @@ def sized_body(num_bytes: int) -> bytes:
 def cuts(data: bytes, places: Iterable[int]) -> list[bytes]:
     """The parts between the places."""
     ends = sorted({0, len(data), *places})
-    return [data[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
+    return [data[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
 def port_of(service: InProcess) -> int:

@@ -27,7 +27,7 @@ import uvloop
 from tests.benchmarks.processes import Server
 from tests.benchmarks.soak.client import Connection, NoAnswer, Reply, request_bytes
 from tests.benchmarks.soak.outcome import Figure, Form, Law, Outcome, at_least, at_most, equal, run_forms
-from tests.benchmarks.soak.service import GAUGES, metrics_of, serving, total
+from tests.benchmarks.soak.service import GAUGES, metrics_of, refusals_between, serving, total
 from tests.support.bodies import JSON, SAFETENSORS, list_body, safetensors_body
 from tests.support.factory import make_tensor
 
@@ -37,7 +37,7 @@ SETTINGS = {
     "ATTN_LOG_LEVEL": "warning",
     "ATTN_MAX_REQUESTS_INSIDE": str(MAX_INSIDE),
     "ATTN_MAX_BODY_BYTES_INSIDE": str(MAX_BYTES_INSIDE),
-    "ATTN_MEMORY_BUDGET_BYTES": str(256 * 2**20),
+    "ATTN_MEMORY_BUDGET_BYTES": str(512 * 2**20),
     "ATTN_REQUEST_TIMEOUT_S": "3",
     "ATTN_WRITE_TIMEOUT_S": "2",
 }
@@ -246,6 +246,7 @@ async def measure_leaving(server: Server, *, count: int, warm_up: int, seed: int
             "requests": count,
             "requests/s": count / took_s,
             **{f"answered {status}": number for status, number in sorted(tally.statuses.items())},
+            **refusals_between(before, after),
             **dict(sorted(tally.left.items())),
             **{f"counted by the service as {outcome}": value for outcome, value in outcomes.items()},
             "memory after the warm-up, MB": rss_before,

@@ -22,7 +22,7 @@ from tests.benchmarks.processes import Server
 from tests.benchmarks.soak.client import request_bytes
 from tests.benchmarks.soak.livez import Watch, quantile, watching
 from tests.benchmarks.soak.outcome import Form, Outcome, at_least, at_most, equal, run_forms
-from tests.benchmarks.soak.service import GAUGES, metrics_of, serving, total
+from tests.benchmarks.soak.service import GAUGES, metrics_of, refusals_between, serving, total
 from tests.support.bodies import JSON, SAFETENSORS, list_body, safetensors_body
 from tests.support.factory import make_tensor
 
@@ -34,6 +34,8 @@ RSS_INTERVAL_S = 0.25
 MAX_LIVEZ_MS = 200.0
 WAITS_OF_P99 = 3.0
 MAX_GROWTH = 1.05
+SETTLING_SHARE = 0.2
+"""A flood of this share of the time comes before the one that is measured."""
 MAX_LATE_MS = 250.0
 """A deadline is counted from when the server reads the head, this from when the client began to send."""
 MIN_RATE_AFTER = 0.85
@@ -101,23 +103,19 @@ def measure(
     # What cannot be met at capacity is no part of it.
     met = [file for kind, file in zip(in_turn, files, strict=True) if kind.timeout_ms > DEFAULT_TIMEOUT_MS / 2]
     generator = Generator(folder)
-    _closed(generator, server, met, closed_seconds)
+    _closed(generator, server, met, closed_seconds, rounds=1)
     before = _closed(generator, server, met, closed_seconds)
+    rate = factor * before.requests_per_s
+    # Memory grows to what a flood takes, and must stay there.
+    generator.flood(server, files, connections=connections, rate=rate, seconds=SETTLING_SHARE * seconds)
     metrics_before = metrics_of(server.port)
     rss = _RssLog(server)
     cpu_before = server.cpu_s()
     with watching(server.port, interval_s=LIVEZ_INTERVAL_S) as watch, rss:
-        flood = generator.flood(
-            server, files, connections=connections, rate=factor * before.requests_per_s, seconds=seconds
-        )
+        flood = generator.flood(server, files, connections=connections, rate=rate, seconds=seconds)
     cpu_s = server.cpu_s() - cpu_before
     metrics = metrics_of(server.port)
     after = _closed(generator, server, met, closed_seconds)
-    refusals = {
-        series.partition('reason="')[2].rstrip('"}'): value - metrics_before.get(series, 0.0)
-        for series, value in metrics.items()
-        if series.startswith("attn_refused_requests_total")
-    }
     return _outcome(
         in_turn,
         flood,
@@ -129,7 +127,7 @@ def measure(
         factor=factor,
         max_wait_s=max_wait_s,
         cpu_s=cpu_s,
-        refusals=refusals,
+        refusals=refusals_between(metrics_before, metrics),
         gauges={name: total(metrics, name) for name in GAUGES},
     )
 
@@ -149,10 +147,12 @@ def _in_turn(asked: Sequence[Kind], folder: Path) -> tuple[list[Kind], list[Path
     return in_turn, files
 
 
-def _closed(generator: Generator, server: Server, files: Sequence[Path], seconds: float) -> Closed:
+def _closed(
+    generator: Generator, server: Server, files: Sequence[Path], seconds: float, *, rounds: int = NUM_ROUNDS
+) -> Closed:
     loads = [
         generator.run(server, files, connections=CLOSED_CONNECTIONS, seconds=seconds, min_answers=CLOSED_CONNECTIONS)
-        for _ in range(NUM_ROUNDS)
+        for _ in range(rounds)
     ]
     return Closed(
         requests_per_s=median(load.requests_per_s for load in loads), p50_ms=median(load.p50_ms for load in loads)
@@ -179,12 +179,15 @@ class _RssLog:
         while not self._is_over.wait(RSS_INTERVAL_S):
             self.values_mb.append(self._server.rss_mb())
 
+    def parts_mb(self, count: int) -> list[float]:
+        """Medians of so many parts of equal length, in their order; empty of too few values."""
+        size = len(self.values_mb) // count
+        return [median(self.values_mb[part * size : (part + 1) * size]) for part in range(count)] if size else []
+
     def halves_mb(self) -> tuple[float, float]:
         """Medians of the first half and of the second; NaN of too few."""
-        half = len(self.values_mb) // 2
-        if not half:
-            return float("nan"), float("nan")
-        return median(self.values_mb[:half]), median(self.values_mb[half:])
+        first, second = self.parts_mb(2) or (float("nan"), float("nan"))
+        return first, second
 
 
 def _outcome(
@@ -221,7 +224,7 @@ def _outcome(
             "due while all connections were taken, not sent": flood.num_not_sent,
             "answered": num_answers,
             **{f"answered {status}": count for status, count in sorted(flood.statuses.items())},
-            **{f"refused: {reason}": count for reason, count in refusals.items() if count},
+            **refusals,
             "accepted in the flood, req/s": flood.statuses.get(200, 0) / seconds,
             "p50 of accepted, ms": flood.accepted.p50_ms,
             "p99 of accepted, ms": flood.accepted.p99_ms,
@@ -235,6 +238,7 @@ def _outcome(
             "longest livez, ms": quantile(every, 1.0),
             "memory in the first half, MB": first_mb,
             "memory in the second half, MB": second_mb,
+            "memory in each eighth, MB": " ".join(f"{part:.0f}" for part in rss.parts_mb(8)),
             "CPU of the server, cores": cpu_s / seconds,
             "CPU of the load, cores": flood.client_cpu_s / seconds,
             "closed loop of 8 afterwards, req/s": after.requests_per_s,
@@ -243,6 +247,7 @@ def _outcome(
         laws=[
             equal("requests without an answer", flood.num_unanswered, 0),
             equal("answers of another status than 200, 429, 503, 504", num_other, 0),
+            at_least("answers accepted", flood.statuses.get(200, 0), 1),
             at_least("answers refused", num_answers - flood.statuses.get(200, 0), 1),
             equal("livez not answered", len(watch.failures), 0),
             *(equal(f"{name} afterwards", value, 0.0) for name, value in gauges.items()),

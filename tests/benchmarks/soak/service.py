@@ -44,3 +44,11 @@ def metrics_of(port: int) -> dict[str, float]:
 def total(metrics: dict[str, float], name: str, label: str = "") -> float:
     """Over all series of a name whose labels hold ``label``."""
     return sum(value for series, value in metrics.items() if series.partition("{")[0] == name and label in series)
+
+
+def refusals_between(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """How many were refused from one look at the metrics to the other, by the reason, those that there were."""
+    name = "attn_refused_requests_total"
+    grown = {series: value - before.get(series, 0.0) for series, value in after.items() if series.startswith(name)}
+    reasons = {series: series.split('"')[1] for series in grown}
+    return {f"refused: {reasons[series]}": value for series, value in grown.items() if value}

@@ -136,7 +136,7 @@ def read(
             body = await read_body(
                 receive,
                 headers,
-                exchange=Exchange({"headers": raw}),
+                exchange=Exchange(dict(raw)),
                 permit=permit,
                 deadline=Deadline.after(timeout_s),
                 max_bytes=LIMIT,
@@ -173,7 +173,7 @@ def test_the_data_of_a_safetensors_body_lie_where_torch_would_put_them() -> None
             read_in = await read_body(
                 receive,
                 {"content-length": str(len(body))},
-                exchange=Exchange({"headers": []}),
+                exchange=Exchange({}),
                 permit=permit,
                 deadline=Deadline.after(10),
                 max_bytes=LIMIT,
@@ -248,7 +248,7 @@ def test_bodies_of_others_leave_no_room(length: int | None) -> None:
             await read_body(
                 receive,
                 headers,
-                exchange=Exchange({"headers": []}),
+                exchange=Exchange({}),
                 permit=permit,
                 deadline=Deadline.after(10),
                 max_bytes=LIMIT,

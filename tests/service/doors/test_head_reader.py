@@ -120,8 +120,25 @@ TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 GRAMMAR = re.compile(
     rb"[\r\n]*POST +/v1/(attention|weighted_sum) (HTTP|RTSP)/1\.1\r\n(" + TOKEN + rb":[\t\x20-\x7e\x80-\xff]*\r\n)*\r\n"
 )
-"""A head in the strict form of RFC 9112. Ends of lines before it, two spaces, and the other protocol's name the parser lets pass."""
-PIECES = [b"\r", b"\n", b"\r\n", b"\r\n\r\n", b" ", b"\t", b":", b"\0", b",", b"0", b"+", b"\x0b", b"\x7f", b"\x85", b"\xff"]
+"""A head in the strict form of RFC 9112. The parser also lets pass ends of lines before it, two
+spaces, and the name of another protocol."""
+PIECES = [
+    b"\r",
+    b"\n",
+    b"\r\n",
+    b"\r\n\r\n",
+    b" ",
+    b"\t",
+    b":",
+    b"\0",
+    b",",
+    b"0",
+    b"+",
+    b"\x0b",
+    b"\x7f",
+    b"\x85",
+    b"\xff",
+]
 PIECES += [b"Content-Length: 5\r\n", b"\r\nTransfer-Encoding: chunked", b"\r\n Folded: x", b"1\r\n", b"\n\n", b"\r\n\n"]
 FULL = with_lines("Accept: */*", "X-Request-Id: a", "Connection: keep-alive", "Accept-Encoding: gzip")
 

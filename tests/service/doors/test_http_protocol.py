@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -96,7 +97,7 @@ class Connection:
     def receive(self, *parts: bytes) -> None:
         """Each part by reads of its own, with other work of the loop between two parts."""
         for part in parts:
-            self._service.call(lambda part=part: self._read(part))
+            self._service.call(functools.partial(self._read, part))
 
     def _read(self, data: bytes) -> None:
         while data:

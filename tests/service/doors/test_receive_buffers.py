@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from attn_core.placement import ALIGNMENT_BYTES
 from attn_core.prepared import prepare
 from service.doors.receive_buffers import MIN_BUFFER_BYTES, ReceiveBuffer, ReceiveBuffers
+from service.wire.arrays import Limits
 from service.wire.plain_recipes import PlainRecipe, PlainRecipes
 from service.wire.requests import ATTENTION, ReadLimits
 from service.wire.safetensors_format import decode
-from service.wire.arrays import Limits
 from tests.support.bodies import safetensors_body
 from tests.support.roads import tensors_of
 
@@ -72,7 +72,9 @@ def test_views_see_what_comes_later() -> None:
     assert torch.equal(torch.cat(again), torch.frombuffer(bytearray(data), dtype=torch.float32))
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 1000, MIN_BUFFER_BYTES, MIN_BUFFER_BYTES + 1, MB - 1, MB, MB + 1, 7 * MB + 3])
+@pytest.mark.parametrize(
+    "num_bytes", [0, 1, 1000, MIN_BUFFER_BYTES, MIN_BUFFER_BYTES + 1, MB - 1, MB, MB + 1, 7 * MB + 3]
+)
 def test_a_lease_is_long_enough_and_not_much_longer(num_bytes: int) -> None:
     size = ReceiveBuffers(max_free_bytes=0).lease(num_bytes).size
     assert size >= num_bytes

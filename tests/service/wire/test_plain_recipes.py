@@ -14,10 +14,10 @@ from attn_core import Engine
 from attn_core.placement import ALIGNMENT_BYTES
 from attn_core.prepared import Prepared, prepare
 from service.wire import plain_recipes
+from service.wire.arrays import Limits
 from service.wire.plain_recipes import MAX_HEADER_BYTES, MAX_RECIPES, PlainRecipe, PlainRecipes
 from service.wire.requests import ATTENTION, DecodedRequest, ReadLimits
 from service.wire.safetensors_format import decode
-from service.wire.arrays import Limits
 from tests.support.bodies import SAFETENSORS, read_answer, safetensors_body
 from tests.support.factory import make_mask, make_tensor
 
