@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attn_core.batching.shared_calls import SharedCalls
 from attn_core.canonical import CanonicalProblem, canonicalize, to_callers_form
 from attn_core.cost import Cost
 from attn_core.cut import even_runs
@@ -36,6 +37,9 @@ class Engine:
         if self.device.type == "cuda":
             # cuDNN may pick algorithms that give other bits from run to run.
             torch.backends.cuda.enable_cudnn_sdp(False)
+        # Several problems in one call of a kernel, once warming up has proven that no bit depends on company.
+        self._shared = SharedCalls(self.device) if self.device.type == "cuda" else None
+        self.shares_calls: bool | None = None
 
     def attend(self, problem: Problem, checkpoint: Checkpoint | None = None) -> AttentionResult:
         """Check one problem and run it. Raises: InvalidProblem, Abandoned from the checkpoint."""
@@ -56,21 +60,48 @@ class Engine:
         stands as the error in its place. Results lie on the device that their problem's tensors came from.
         ``checkpoints`` has one for each problem, called before it begins and before each of its blocks.
         """
+        ready = [self._ready(problem) for problem in problems]
+        together = self._together(ready)
         results: list[AttentionResult | AttentionError] = []
-        for problem, checkpoint in zip(problems, checkpoints or [None] * len(problems), strict=True):
+        for index, (prepared, checkpoint) in enumerate(zip(ready, checkpoints or [None] * len(ready), strict=True)):
             try:
-                checkpoint = self._at_work(checkpoint)
-                checkpoint()
-                prepared = problem if isinstance(problem, Prepared) else self.prepare(problem)
-                if isinstance(prepared.problem, WeightedSumProblem):
-                    results.append(self._weighted_sum(prepared.problem, prepared.cost, checkpoint))
-                else:
-                    plain = self._plain(prepared.problem, prepared) if prepared.plain is not None else None
-                    results.append(plain or self._attention(prepared.problem, prepared, checkpoint))
+                results.append(self._result(prepared, self._at_work(checkpoint), together.get(index)))
             except AttentionError as error:
                 # Without its frames, which hold the tensors of the problem.
                 results.append(error.with_traceback(None))
         return results
+
+    def _ready(self, problem: Problem | Prepared) -> Prepared | AttentionError:
+        if isinstance(problem, Prepared):
+            return problem
+        try:
+            return self.prepare(problem)
+        except AttentionError as error:
+            return error.with_traceback(None)
+
+    def _together(self, ready: Sequence[Prepared | AttentionError]) -> dict[int, KernelOutput]:
+        """What several problems got from one call of a kernel, by their place. On a GPU alone; whoever is missing is
+        computed by itself."""
+        if self._shared is None:
+            return {}
+        fit = {
+            index: one.canonical
+            for index, one in enumerate(ready)
+            if isinstance(one, Prepared) and one.path == "fused" and one.canonical is not None
+        }
+        outputs = zip(fit, self._shared.attend(list(fit.values())), strict=True)
+        return {index: output for index, output in outputs if output is not None}
+
+    def _result(
+        self, prepared: Prepared | AttentionError, checkpoint: Checkpoint, shared: KernelOutput | None
+    ) -> AttentionResult:
+        if isinstance(prepared, AttentionError):
+            raise prepared
+        checkpoint()
+        if isinstance(prepared.problem, WeightedSumProblem):
+            return self._weighted_sum(prepared.problem, prepared.cost, checkpoint)
+        plain = self._plain(prepared.problem, prepared) if prepared.plain is not None else None
+        return plain or self._attention(prepared.problem, prepared, checkpoint, shared)
 
     def prepare(self, problem: Problem) -> Prepared:
         """Kernel and cost of a checked problem on this device. Raises: InvalidProblem."""
@@ -103,6 +134,8 @@ class Engine:
         problem = AttentionProblem(query=query)
         self.attend(problem)
         self.attend(AttentionProblem(query=query, options=replace(problem.options, outputs=("context", "weights"))))
+        if self._shared is not None and self.shares_calls is None:
+            self.shares_calls = self._shared.prove()
 
     def _at_work(self, checkpoint: Checkpoint | None) -> Checkpoint:
         """The checkpoint as kernels call it: on a GPU, once the blocks begun before it are done."""
@@ -139,16 +172,24 @@ class Engine:
             flops=form.cost.flops,
         )
 
-    def _attention(self, problem: AttentionProblem, prepared: Prepared, checkpoint: Checkpoint) -> AttentionResult:
+    def _attention(
+        self, problem: AttentionProblem, prepared: Prepared, checkpoint: Checkpoint, shared: KernelOutput | None
+    ) -> AttentionResult:
         path, why, cost = prepared.path, prepared.why, prepared.cost
-        canonical = self._canonical(problem, prepared)
+        if shared is not None and prepared.canonical is not None:
+            canonical = prepared.canonical
+        else:
+            canonical = self._canonical(problem, prepared)
         self._use_threads(cost.flops)
         if problem.options.empty_rows == "error":
             _refuse_empty_rows(canonical, checkpoint)
         if canonical.dims.num_pairs == 0:
             output = without_pairs(canonical)
+        elif shared is not None:
+            output, why = shared, why + "; computed together with others"
         elif path == "fused":
-            output, path, note = _fused_beside_manual(canonical, checkpoint, is_asked=problem.options.path is not None)
+            is_asked = problem.options.path is not None
+            output, path, note = self._fused_beside_manual(canonical, checkpoint, is_asked=is_asked)
             why = note if path == "manual" else why + note
         else:
             output = manual.attend(canonical, find_hazards(canonical, checkpoint), checkpoint)
@@ -198,6 +239,45 @@ class Engine:
             flops=cost.flops,
         )
 
+    def _fused_beside_manual(
+        self, problem: CanonicalProblem, checkpoint: Checkpoint, *, is_asked: bool
+    ) -> tuple[KernelOutput, str, str]:
+        """The fused kernel, and the manual one for what the fused one gets wrong.
+
+        Gives the path that ran, too, and what is to be said of it: "manual" where no row is left for the fused kernel
+        and the caller did not insist.
+        """
+        hazards = find_hazards(problem, checkpoint)
+        if "logsumexp" not in problem.outputs or logsumexp_by_operator(problem):
+            return self._isolated(problem, hazards, checkpoint, is_asked=is_asked)
+        by_manual = manual.attend(replace(problem, outputs=("logsumexp",)), hazards, checkpoint)
+        context = replace(problem, outputs=("context",))
+        output, path, note = self._isolated(context, hazards, checkpoint, is_asked=is_asked)
+        outputs = output.outputs | by_manual.outputs
+        merged = replace(output, outputs={name: outputs[name] for name in problem.outputs})
+        return merged, path, "; logsumexp by the manual kernel" + note
+
+    def _isolated(
+        self, problem: CanonicalProblem, hazards: Hazards, checkpoint: Checkpoint, *, is_asked: bool
+    ) -> tuple[KernelOutput, str, str]:
+        """The fused kernel, with the manual one for the rows that attend hazardous numbers."""
+        if not hazards.any:
+            return self._fused(problem, checkpoint), "fused", ""
+        touched = touched_rows(problem, hazards, checkpoint)
+        count = _count(touched)
+        output = isolated.attend(problem, hazards, touched, checkpoint, fused_attend=self._fused)
+        if count == touched.numel() and not is_asked:
+            return output, "manual", "every row attends huge or non-finite numbers"
+        note = f"; {count} rows that attend huge or non-finite numbers by the manual kernel" if count else ""
+        return output, "fused", note
+
+    def _fused(
+        self, problem: CanonicalProblem, checkpoint: Checkpoint, *, like: CanonicalProblem | None = None
+    ) -> KernelOutput:
+        """The fused kernel by itself: where others of its kind share calls, the kernel of these, for the same bits."""
+        found = None if self._shared is None else self._shared.attend_alone(problem)
+        return fused.attend(problem, checkpoint, like=like) if found is None else found
+
     def _use_threads(self, flops: int) -> None:
         threads = self.max_threads if flops >= THREADS_FROM_FLOPS else 1
         if threads != self._threads:
@@ -230,39 +310,6 @@ def _weighted_context_in_blocks(weights: Tensor, value: Tensor, checkpoint: Chec
             checkpoint()
             context[items, heads, rows] = weighted_context(weights[items, heads, rows].to(arithmetic), own)
     return context
-
-
-def _fused_beside_manual(
-    problem: CanonicalProblem, checkpoint: Checkpoint, *, is_asked: bool
-) -> tuple[KernelOutput, str, str]:
-    """The fused kernel, and the manual one for what the fused one gets wrong.
-
-    Gives the path that ran, too, and what is to be said of it: "manual" where no row is left for the fused kernel
-    and the caller did not insist.
-    """
-    hazards = find_hazards(problem, checkpoint)
-    if "logsumexp" not in problem.outputs or logsumexp_by_operator(problem):
-        return _isolated(problem, hazards, checkpoint, is_asked=is_asked)
-    by_manual = manual.attend(replace(problem, outputs=("logsumexp",)), hazards, checkpoint)
-    output, path, note = _isolated(replace(problem, outputs=("context",)), hazards, checkpoint, is_asked=is_asked)
-    outputs = output.outputs | by_manual.outputs
-    merged = replace(output, outputs={name: outputs[name] for name in problem.outputs})
-    return merged, path, "; logsumexp by the manual kernel" + note
-
-
-def _isolated(
-    problem: CanonicalProblem, hazards: Hazards, checkpoint: Checkpoint, *, is_asked: bool
-) -> tuple[KernelOutput, str, str]:
-    """The fused kernel, with the manual one for the rows that attend hazardous numbers."""
-    if not hazards.any:
-        return fused.attend(problem, checkpoint), "fused", ""
-    touched = touched_rows(problem, hazards, checkpoint)
-    count = _count(touched)
-    output = isolated.attend(problem, hazards, touched, checkpoint)
-    if count == touched.numel() and not is_asked:
-        return output, "manual", "every row attends huge or non-finite numbers"
-    note = f"; {count} rows that attend huge or non-finite numbers by the manual kernel" if count else ""
-    return output, "fused", note
 
 
 def _refuse_empty_rows(problem: CanonicalProblem, checkpoint: Checkpoint) -> None:

@@ -83,7 +83,7 @@ def prepare(problem: Problem, *, device_type: str) -> Prepared:
         return Prepared(problem, "manual", "weights given", weighted_sum_cost(problem))
     canonical = canonicalize(problem)
     path, why = choose_path(canonical, problem.options.path, device_type=device_type)
-    cost = attention_cost(canonical, path)
+    cost = attention_cost(canonical, path, device_type=device_type)
     plain = _plain_form(problem, canonical, path, why, cost) if device_type == "cpu" else None
     return Prepared(problem, path, why, cost, canonical, plain)
 

@@ -104,6 +104,8 @@ class Batcher:
         try:
             engine = self._make_engine()
             engine.warm_up()
+            if engine.shares_calls is not None:
+                log.info("calls of a kernel are shared: %s", engine.shares_calls)
             if is_first and self._measure is not None:
                 overhead_s, rates = self._measure(engine)
                 self._pace.set_rates(overhead_s=overhead_s, flops_per_s=rates)

@@ -5,6 +5,7 @@ Both work on a few heads at a time, so that little memory is taken however many 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -42,8 +43,13 @@ def attend(
     hazards: Hazards,
     touched: Tensor,
     checkpoint: Checkpoint = never_abandoned,
+    *,
+    fused_attend: Callable[..., KernelOutput] = fused.attend,
 ) -> KernelOutput:
-    """context and, where asked, logsumexp of a problem of which the marked rows attend hazardous numbers."""
+    """context and, where asked, logsumexp of a problem of which the marked rows attend hazardous numbers.
+
+    ``fused_attend`` stands for the fused kernel where another one answers in its place.
+    """
     dims = problem.dims
     size = part_size(problem)
     outputs: dict[str, Tensor] = {}
@@ -54,7 +60,7 @@ def attend(
         if own.all():
             output = KernelOutput(outputs={name: new_output(part, name) for name in problem.outputs})
         else:
-            output = fused.attend(without_hazards(part, hazards, checkpoint), checkpoint, like=problem)
+            output = fused_attend(without_hazards(part, hazards, checkpoint), checkpoint, like=problem)
         if own.any():
             nonfinite = torch.zeros_like(touched) if nonfinite is None else nonfinite
             nonfinite[items, heads] = _put_exact(output.outputs, part, hazards, own, checkpoint, like=problem)

