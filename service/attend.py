@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +26,11 @@ log = logging.getLogger("attn.attend")
 AT_ONCE_S = 1.5e-3
 """So much computing the event loop does itself, between two reads. A hop to another thread costs 50 us, and a small
 kernel in a second thread starves behind a busy loop; but what computes here reads nothing meanwhile."""
+
+
+HELP_S = 4e-3
+"""And so much of what waits it computes itself once in each turn, where it would have nothing to do: a core whose thread
+reads bodies is otherwise idle for most of the time."""
 
 
 class Attend:
@@ -50,6 +56,7 @@ class Attend:
         self._engine = engine
         self._clock = clock
         self._spent_s = 0.0
+        self._is_helping = False
         self._turn_ends = False
 
     def check_room(self) -> None:
@@ -123,7 +130,31 @@ class Attend:
         except BaseException:
             self._admission.release_memory(needed_bytes)
             raise
+        if self._engine is not None and not self._is_helping:
+            self._is_helping = True
+            asyncio.get_running_loop().call_soon(self._help)
         return Waiting(pending, self._queue, self._admission)
+
+    def _help(self) -> None:
+        """Compute the first that waits, if it is short, once in each turn of the loop for as long as any waits."""
+        pending = self._queue.take_short(HELP_S)
+        if pending is None:
+            self._is_helping = False
+            return
+        asyncio.get_running_loop().call_soon(self._help)
+        outcome: Outcome | None = None
+        began = self._clock()
+        if not pending.is_abandoned:
+            outcome = self._run_at_once(pending.prepared, pending.needed_bytes, pending.estimated_s)
+            if outcome is None:
+                self._queue.put_back(pending)
+                return
+        self._queue.done([pending])
+        pending.is_computed = True
+        if isinstance(outcome, Answer):
+            outcome = replace(outcome, queue_s=began - pending.enqueued_at)
+        if outcome is not None:
+            pending.deliver(outcome)
 
     def may_run_at_once(self, estimated_s: float, *, is_tiny: bool = False) -> bool:
         """Whether the event loop may compute this itself: it is short, nothing waits, and the loop has not yet computed

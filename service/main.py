@@ -160,20 +160,23 @@ def compose(
     *,
     make_engine: Callable[[], Engine],
     make_loop_engine: Callable[[], Engine] | None = None,
-    num_workers: int = 1,
+    num_small_workers: int = 1,
+    has_large_worker: bool = False,
     measure: Callable[[Engine], tuple[float, dict[str, float]]] | None = measure_rates,
 ) -> Composition:
     """Join the parts as the settings say. To be called in the event loop that will serve.
 
     ``make_engine`` is called in each thread of the engine; ``make_loop_engine`` makes the one for what the loop itself
-    computes, none of which it does without. ``num_workers`` share the small problems; from two on, the large
-    ones have a worker besides.
+    computes, none of which it does without. ``num_small_workers`` share the small problems; the large ones have a
+    worker of their own, or wait for the one there is.
     """
     loop = asyncio.get_running_loop()
     lifecycle, metrics, pace = Lifecycle(), Metrics(), Pace()
-    has_large_worker = num_workers > 1
     queue = RequestQueue(
-        max_requests=settings.max_queue_requests, num_small_workers=num_workers, has_large_worker=has_large_worker
+        max_requests=settings.max_queue_requests,
+        num_small_workers=num_small_workers,
+        has_large_worker=has_large_worker,
+        loop_helps=make_loop_engine is not None,
     )
     allowed_bytes = _allowed_bytes(settings, device)
     admission = Admission(
@@ -200,7 +203,7 @@ def compose(
         allowed_bytes=allowed_bytes,
         on_ready=lifecycle.mark_ready,
         on_lost=on_lost,
-        num_small_workers=num_workers,
+        num_small_workers=num_small_workers,
         has_large_worker=has_large_worker,
         measure=measure,
     )
@@ -319,8 +322,9 @@ async def _serve(settings: Settings, device: torch.device, listener: socket.sock
         device,
         make_engine=lambda: Engine(device=device, max_threads=threads),
         make_loop_engine=(lambda: Engine(device=device, max_threads=1)) if on_cpu else None,
-        # One core still has two workers: a large problem must not hold up the small ones.
-        num_workers=max(2, cores) if on_cpu else 1,
+        # The loop, which computes when it has nothing to read, is the one that is missing to the number of cores.
+        num_small_workers=max(1, cores - 1) if on_cpu else 1,
+        has_large_worker=on_cpu,
     )
     lifecycle, server = parts.lifecycle, make_server(parts, settings)
     lifecycle.listen_for_signals()

@@ -48,6 +48,7 @@ class Pending:
     held: Any = None
     is_abandoned: bool = False
     is_computed: bool = False
+    has_failed: bool = False
     ride: Ride = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,7 +59,8 @@ class RequestQueue:
     """Holds at most ``max_requests`` waiting problems; those being computed are not among them.
 
     Put and discard in the event loop, take in the engine's threads. ``num_small_workers`` share the small lane; the
-    large one has a worker of its own, or is served by the only worker there is.
+    large one has a worker of its own, or is served by the only worker there is. The event loop itself may help with
+    short ones.
     """
 
     def __init__(
@@ -68,10 +70,12 @@ class RequestQueue:
         budget: Budget | None = None,
         num_small_workers: int = 1,
         has_large_worker: bool = False,
+        loop_helps: bool = False,
     ) -> None:
         self.max_requests = max_requests
         self._budget = budget or Budget()
         self._num_small_workers = num_small_workers
+        self._num_sharing = num_small_workers + loop_helps
         self._small: deque[Pending] = deque()
         self._large: deque[Pending] = deque()
         self._lock = threading.Lock()
@@ -136,6 +140,23 @@ class RequestQueue:
                     return None
                 came.wait()
 
+    def take_short(self, longest_s: float) -> Pending | None:
+        """The first of the small lane for the event loop to compute, if it takes no longer than that; does not wait."""
+        with self._lock:
+            if not self._small or self._small[0].estimated_s > longest_s or self._small[0].has_failed:
+                return None
+            (pending,) = self._taken(self._small, 1)
+            return pending
+
+    def put_back(self, pending: Pending) -> None:
+        """What the loop took and failed at becomes the first again, for the engine's threads alone."""
+        pending.has_failed = True
+        with self._lock:
+            self._num_running[False] -= 1
+            self._small.appendleft(pending)
+            self._count(False, waiting_s=pending.estimated_s, running_s=-pending.estimated_s)
+            self._small_came.notify()
+
     def done(self, batch: Sequence[Pending]) -> None:
         """What was taken is computed, or given up."""
         with self._lock:
@@ -161,7 +182,7 @@ class RequestQueue:
 
     @property
     def _share(self) -> int:
-        return share_of(len(self._small), self._num_small_workers, self._budget)
+        return share_of(len(self._small), self._num_sharing, self._budget)
 
     def _taken(self, lane: deque[Pending], count: int) -> list[Pending]:
         batch = [lane.popleft() for _ in range(count)]

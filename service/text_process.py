@@ -27,7 +27,7 @@ from service.wire import json_arrays
 from service.wire.arrays import ALIGNMENT_BYTES, STORAGE, FlatTensor, Limits
 from service.wire.json_arrays import Encoding, Names, ReadBody
 
-NICENESS = 10
+NICENESS = 19
 """Below whoever computes: text takes the time that is left, and a tenth of a core where none is."""
 OUT_OF_MEMORY_SCORE = 500
 """Whom the system ends first when memory is out: a worker, and not the server."""
