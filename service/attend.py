@@ -57,6 +57,7 @@ class Attend:
         self._clock = clock
         self._spent_s = 0.0
         self._is_helping = False
+        self._helped_at = 0.0
         self._turn_ends = False
 
     def check_room(self) -> None:
@@ -132,18 +133,24 @@ class Attend:
             raise
         if self._engine is not None and not self._is_helping:
             self._is_helping = True
+            self._helped_at = self._clock()
             asyncio.get_running_loop().call_soon(self._help)
         return Waiting(pending, self._queue, self._admission)
 
     def _help(self) -> None:
-        """Compute the first that waits, if it is short, once in each turn of the loop for as long as any waits."""
-        pending = self._queue.take_short(HELP_S)
-        if pending is None:
+        """Compute the first that waits, if it is short, once in each turn of the loop for as long as any waits, and as
+        the loop has little else to do."""
+        began = self._clock()
+        is_busy, self._helped_at = began - self._helped_at > HELP_S, began
+        pending = None if is_busy else self._queue.take_short(HELP_S)
+        if pending is None and not (is_busy and self._queue.has_small):
             self._is_helping = False
             return
         asyncio.get_running_loop().call_soon(self._help)
+        if pending is None:
+            # The sockets alone keep this thread busy.
+            return
         outcome: Outcome | None = None
-        began = self._clock()
         if not pending.is_abandoned:
             outcome = self._run_at_once(pending.prepared, pending.needed_bytes, pending.estimated_s)
             if outcome is None:
@@ -155,6 +162,7 @@ class Attend:
             outcome = replace(outcome, queue_s=began - pending.enqueued_at)
         if outcome is not None:
             pending.deliver(outcome)
+        self._helped_at = self._clock()
 
     def may_run_at_once(self, estimated_s: float, *, is_tiny: bool = False) -> bool:
         """Whether the event loop may compute this itself: it is short, nothing waits, and the loop has not yet computed

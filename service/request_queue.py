@@ -94,6 +94,10 @@ class RequestQueue:
     def is_empty(self) -> bool:
         return not self._small and not self._large
 
+    @property
+    def has_small(self) -> bool:
+        return bool(self._small)
+
     def wait_s(self, *, is_large: bool) -> float:
         """The estimated time until one more of its lane would begin: what waits and runs there, over its workers."""
         workers = 1 if is_large else self._num_small_workers

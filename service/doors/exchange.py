@@ -187,7 +187,11 @@ def record(metrics: Metrics, method: str, route: str, exchange: Exchange) -> Non
     metrics.observe_stages(exchange.stages)
     metrics.bytes_in.inc(exchange.received_bytes)
     metrics.bytes_out.inc(exchange.sent_bytes)
-    level = logging.DEBUG if exchange.status < 400 else logging.INFO if exchange.status < 500 else logging.WARNING
+    if exchange.status < 400 or exchange.status == 429:
+        # A line for each that is refused would be a load of its own, just when there is too much of it.
+        level = logging.DEBUG
+    else:
+        level = logging.INFO if exchange.status < 500 else logging.WARNING
     if log.isEnabledFor(level):
         fields = {
             "request_id": exchange.request_id,
