@@ -17,6 +17,8 @@ UNASKED_BYTES = 16 * 2**20
 
 MEMORY_IS_FRESH_S = 0.1
 """How long what the system said about its free memory is believed."""
+SURE_SHARE = 0.5
+"""Of an estimate: what is refused for its deadline's sake must miss it even if it is twice as fast as estimated."""
 SHORT_WAIT_S = 0.05
 """A wait of this length is never refused for the sake of a deadline: no estimate is that exact."""
 
@@ -98,11 +100,12 @@ class Admission:
 
     def check_deadline(self, wait_s: float, compute_s: float, deadline: Deadline) -> None:
         """Refuse what cannot be done in time. Raises: DeadlinePassed."""
-        needed_s = wait_s + compute_s
         remaining_s = deadline.remaining_s
-        if remaining_s <= 0 or (needed_s > SHORT_WAIT_S and needed_s > remaining_s):
+        surely_s = SURE_SHARE * (wait_s + compute_s)
+        if remaining_s <= 0 or (surely_s > SHORT_WAIT_S and surely_s > remaining_s):
             raise DeadlinePassed(
-                f"the answer would take about {needed_s:.3g} s, {max(0.0, remaining_s):.3g} s are left", at_once=True
+                f"the answer would take about {wait_s + compute_s:.3g} s, {max(0.0, remaining_s):.3g} s are left",
+                at_once=True,
             )
 
     def allowed_bytes(self) -> int:

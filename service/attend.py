@@ -28,9 +28,11 @@ AT_ONCE_S = 1.5e-3
 kernel in a second thread starves behind a busy loop; but what computes here reads nothing meanwhile."""
 
 
-HELP_S = 4e-3
-"""And so much of what waits it computes itself once in each turn, where it would have nothing to do: a core whose thread
-reads bodies is otherwise idle for most of the time."""
+HELP_S = 8e-3
+"""And so long a problem that waits it computes itself, one in each turn, where it would have nothing to do: the core of
+a thread that only reads bodies is idle for most of the time."""
+BUSY_S = 4e-3
+"""A turn that took so long without computing had enough to do."""
 
 
 class Attend:
@@ -141,7 +143,7 @@ class Attend:
         """Compute the first that waits, if it is short, once in each turn of the loop for as long as any waits, and as
         the loop has little else to do."""
         began = self._clock()
-        is_busy, self._helped_at = began - self._helped_at > HELP_S, began
+        is_busy, self._helped_at = began - self._helped_at > BUSY_S, began
         pending = None if is_busy else self._queue.take_short(HELP_S)
         if pending is None and not (is_busy and self._queue.has_small):
             self._is_helping = False
@@ -171,10 +173,13 @@ class Attend:
         A tiny problem it always computes: to hand it over would take longer, and a thread that needs the interpreter
         for each of them falls behind a busy loop for good.
         """
-        if self._engine is None or estimated_s > AT_ONCE_S:
+        if self._engine is None:
             return False
         if is_tiny:
-            return True
+            return estimated_s <= AT_ONCE_S
+        if estimated_s > AT_ONCE_S:
+            # One that is alone has nobody whom it could hold up, and a hop would only cost it time.
+            return estimated_s <= HELP_S and self._admission.requests_inside <= 1 and self._queue.is_idle
         if not self._queue.is_empty:
             return False
         if self._spent_s + estimated_s <= AT_ONCE_S:

@@ -321,7 +321,8 @@ async def _serve(settings: Settings, device: torch.device, listener: socket.sock
         settings,
         device,
         make_engine=lambda: Engine(device=device, max_threads=threads),
-        make_loop_engine=(lambda: Engine(device=device, max_threads=1)) if on_cpu else None,
+        # As many threads as the others: their number may tell in the last bit of few rows.
+        make_loop_engine=(lambda: Engine(device=device, max_threads=threads)) if on_cpu else None,
         # The loop, which computes when it has nothing to read, is the one that is missing to the number of cores.
         num_small_workers=max(1, cores - 1) if on_cpu else 1,
         has_large_worker=on_cpu,

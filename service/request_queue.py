@@ -95,6 +95,11 @@ class RequestQueue:
         return not self._small and not self._large
 
     @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits and nothing small is computed."""
+        return self.is_empty and not self._num_running[False]
+
+    @property
     def has_small(self) -> bool:
         return bool(self._small)
 

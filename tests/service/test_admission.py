@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_core.errors import TooLarge
-from service.admission import MEMORY_IS_FRESH_S, SHORT_WAIT_S, UNASKED_BYTES, Admission
+from service.admission import MEMORY_IS_FRESH_S, SHORT_WAIT_S, SURE_SHARE, UNASKED_BYTES, Admission
 from service.deadline import Deadline
 from service.errors import REFUSAL_REASONS, DeadlinePassed, Overloaded
 from tests.support.clock import FakeClock
@@ -205,13 +205,15 @@ def test_nobody_is_told_to_come_back_at_once() -> None:
     [
         (0.0, 0.0, 1.0, True),
         (0.5, 0.5, 1.0, True),
-        (0.5, 0.6, 1.0, False),
-        (2.0, 0.0, 1.0, False),
-        (0.0, 2.0, 1.0, False),
+        (0.5, 0.6, 1.0, True),
+        (1.0, 1.0, 1.0, True),
+        (1.0, 1.1, 1.0, False),
+        (2.1, 0.0, 1.0, False),
+        (0.0, 2.1, 1.0, False),
         (0.0, 0.0, 0.0, False),
         (0.0, 0.0, -1.0, False),
         (SHORT_WAIT_S / 2, SHORT_WAIT_S / 2, SHORT_WAIT_S / 100, True),
-        (SHORT_WAIT_S, 0.01, SHORT_WAIT_S / 100, False),
+        (SHORT_WAIT_S / SURE_SHARE, 0.01, SHORT_WAIT_S / 100, False),
     ],
 )
 def test_a_deadline_that_cannot_be_met_is_refused_at_once(

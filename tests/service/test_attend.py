@@ -20,7 +20,7 @@ from attn_core import AttentionError, AttentionResult, Engine, InvalidProblem
 from attn_core.errors import Checkpoint, Fault, TooLarge
 from attn_core.prepared import PlainForm, Prepared, Problem, prepare
 from service.admission import UNASKED_BYTES, Admission
-from service.attend import AT_ONCE_S, Attend, Waiting
+from service.attend import AT_ONCE_S, BUSY_S, HELP_S, Attend, Waiting
 from service.deadline import Deadline
 from service.errors import DeadlinePassed, Draining, Overloaded
 from service.pace import Pace
@@ -173,8 +173,91 @@ def test_a_short_problem_is_answered_before_begin_returns() -> None:
 
 def test_a_longer_problem_waits_for_the_engine() -> None:
     async def check(bench: Bench, engine: LoopEngine) -> None:
+        bench.admission.enter()
         assert bench.begin(lasting(AT_ONCE_S * 1.01)) is not None
         assert not engine.num_computed and not bench.outcomes and len(bench.queue) == 1
+
+    at_once(check)
+
+
+def test_a_longer_problem_that_is_alone_is_computed_at_once() -> None:
+    async def check(bench: Bench, engine: LoopEngine) -> None:
+        assert bench.begin(lasting(HELP_S)) is None
+        assert bench.begin(lasting(HELP_S * 1.01)) is not None
+        assert engine.num_computed == 1
+        (running,) = bench.take()
+        # Something small is computed: it is alone no more.
+        assert bench.begin(lasting(HELP_S)) is not None
+        bench.deliver(running, make_answer())
+
+    at_once(check)
+
+
+def test_the_loop_helps_with_what_waits_one_in_each_turn_in_the_order_of_arrival() -> None:
+    async def check(bench: Bench, engine: LoopEngine) -> None:
+        bench.admission.enter()
+        waiting = [bench.enqueue(lasting(HELP_S, number=float(number))) for number in range(3)]
+        for done in range(1, 4):
+            await next_turn()
+            assert engine.num_computed == len(bench.outcomes) == done
+        assert [number_of(outcome) for outcome in bench.outcomes] == [0, 1, 2]
+        assert all(isinstance(outcome, Answer) and outcome.queue_s == 0 for outcome in bench.outcomes)
+        for one in waiting:
+            one.end()
+        assert len(bench.queue) == 0
+        bench.queue.check_integrity()
+
+    at_once(check)
+
+
+def test_the_loop_does_not_help_with_long_problems() -> None:
+    async def check(bench: Bench, engine: LoopEngine) -> None:
+        bench.enqueue(lasting(HELP_S * 1.01))
+        await next_turn(5)
+        assert not engine.num_computed and len(bench.queue) == 1
+
+    at_once(check)
+
+
+def test_the_loop_does_not_help_while_its_sockets_keep_it_busy() -> None:
+    async def check(bench: Bench, engine: LoopEngine) -> None:
+        bench.admission.enter()
+        bench.enqueue(lasting(HELP_S))
+        for _ in range(5):
+            bench.clock.now += BUSY_S * 1.01
+            await next_turn()
+        assert not bench.outcomes and len(bench.queue) == 1
+        await next_turn(2)
+        assert engine.num_computed == 1 and len(bench.queue) == 0
+
+    at_once(check)
+
+
+def test_what_the_loop_fails_at_is_left_to_the_engines_threads() -> None:
+    async def check(bench: Bench, engine: LoopEngine) -> None:
+        bench.admission.enter()
+        engine.failure = RuntimeError("a mistake")
+        waiting = bench.enqueue(lasting(HELP_S))
+        await next_turn(5)
+        assert engine.num_computed == 1 and not bench.outcomes and len(bench.queue) == 1
+        (pending,) = bench.take()
+        answer = make_answer()
+        bench.deliver(pending, answer)
+        assert bench.outcomes == [answer]
+        bench.queue.done([pending])
+        waiting.end()
+
+    at_once(check)
+
+
+def test_the_loop_computes_nothing_that_was_given_up() -> None:
+    async def check(bench: Bench, engine: LoopEngine) -> None:
+        bench.admission.enter()
+        waiting = bench.enqueue(lasting(HELP_S))
+        waiting.end()
+        await next_turn(3)
+        assert not engine.num_computed and not bench.outcomes
+        bench.assert_nothing_is_inside()
 
     at_once(check)
 
@@ -400,7 +483,7 @@ def test_a_wait_in_the_other_lane_is_no_reason_to_refuse() -> None:
 def test_a_deadline_that_waiting_and_computing_cannot_meet_is_refused_at_once() -> None:
     async def check(bench: Bench) -> None:
         bench.enqueue(lasting(0.5))
-        assert refused(bench, DeadlinePassed, lasting(0.5), timeout_s=0.9).at_once
+        assert refused(bench, DeadlinePassed, lasting(0.5), timeout_s=0.4).at_once
         assert refused(bench, DeadlinePassed, lasting(0.0), timeout_s=0.0).at_once
         bench.enqueue(lasting(0.5), timeout_s=1.0)
 
