@@ -320,7 +320,7 @@ class HttpProtocol(asyncio.BufferedProtocol):
         body_at = self._aligned(buffer, body_at, head, head_bytes)
         door = self._door
         if door.lifecycle.state is State.READY and not self._is_deaf:
-            at_once = None if head.accepts_gzip else door.answer_at_once(head, buffer, body_at, began)
+            at_once = door.answer_at_once(head, buffer, body_at, began)
             if at_once is not None:
                 self._write_at_once(*at_once)
                 return
