@@ -14,6 +14,9 @@ from attn_core.kernels import fused, isolated, manual
 from attn_core.kernels.output import named_outputs, output_dtype, output_shape
 from attn_core.problem import WeightedSumProblem
 
+MANUAL_PASSES, MASK_PASSES = 8, 4
+OUTPUT_PASSES = {"top_weights": 60, "entropy": 12, "logsumexp": 2, "weight_totals": 2}
+"""About how often each kind of work goes over the pairs, against one exponential of the fused kernel."""
 FIXED_BYTES = 2**20
 """What any call takes besides: the scratch of the kernel's threads, small tensors, rounding of the allocator."""
 
@@ -26,6 +29,8 @@ class Cost:
     bytes_moved: int
     peak_bytes: int
     output_bytes: int
+    pair_passes: float = 0.0
+    """Passes over the query-key pairs besides the products: what narrow heads are bound by."""
 
 
 def attention_flops(problem: CanonicalProblem) -> int:
@@ -57,7 +62,18 @@ def attention_cost(problem: CanonicalProblem, path: str, *, device_type: str | N
         bytes_moved=inputs + outputs,
         peak_bytes=inputs + outputs + scratch + FIXED_BYTES,
         output_bytes=outputs,
+        pair_passes=_pair_passes(problem, path),
     )
+
+
+def _pair_passes(problem: CanonicalProblem, path: str) -> float:
+    """What is done for each pair besides the products, as so many exponentials of the fused kernel."""
+    passes = MASK_PASSES * (not problem.forbids_nothing) + (path == "fused" or MANUAL_PASSES)
+    passes += sum(count for name, count in OUTPUT_PASSES.items() if name in problem.outputs)
+    passes += MASK_PASSES * ((problem.softcap is not None) + (problem.alibi_slopes is not None))
+    # Exponentials in float64 have no short form.
+    passes *= 4 if problem.compute_dtype == torch.float64 else 1
+    return passes * problem.dims.num_pairs
 
 
 def weighted_sum_cost(problem: WeightedSumProblem) -> Cost:
@@ -155,14 +171,15 @@ def _isolated_scratch(problem: CanonicalProblem, own: Cut, device_type: str) -> 
     keys = size.items * kv_heads * dims.seq_len_kv * (dims.head_dim + dims.head_dim_v)
     copies = (size.items * size.heads * dims.seq_len_q * dims.head_dim + keys) * itemsize
     # Of a piece: |number|, whether it is sound, and what stands for it.
-    piece = COPIED_AT_ONCE * (2 * itemsize + 4)
+    at_once = min(COPIED_AT_ONCE, max(t.numel() for t in (problem.query, problem.key, problem.value)))
+    piece = at_once * (2 * itemsize + 4)
     marked = max(PAIRS_PER_BLOCK, dims.batch * dims.num_heads * dims.seq_len_kv)
     marks = min(dims.num_pairs, marked) * 5
     if (bias := problem.bias) is not None:
         one_part = min(size.items, bias.shape[0]) * min(size.heads, bias.shape[1]) * bias.shape[2] * bias.shape[3]
         copies += one_part * bias.dtype.itemsize
         marks += min(bias.numel(), marked) * (bias.dtype.itemsize + wide + 4)
-        piece += COPIED_AT_ONCE * wide
+        piece += min(COPIED_AT_ONCE, bias.numel()) * (2 * wide + 4)
     call = Cut(min(own.items, size.items), min(own.heads, size.heads), own.rows)
     by_fused = copies + max(piece, _fused_block(problem, call, device_type, is_part=True))
     rows = manual.cut(dims, dims.seq_len_q).rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 from attn_core.errors import TooLarge
 from service.deadline import Clock, Deadline
 from service.errors import DeadlinePassed, Overloaded
+
+log = logging.getLogger("attn.admission")
 
 UNASKED_BYTES = 16 * 2**20
 """A problem that needs no more than this is let in without asking the system for its free memory."""
@@ -26,8 +29,8 @@ SHORT_WAIT_S = 0.05
 class Admission:
     """Counts what is inside. Used from the event loop alone.
 
-    ``allowed_bytes`` gives the memory that one problem may need, now; ``max_wait_s`` is the longest estimated wait
-    for the engine.
+    ``allowed_bytes`` gives the memory that one problem may need, now, and is not asked for what needs at most
+    ``unasked_bytes``; ``max_wait_s`` is the longest estimated wait for the engine.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class Admission:
         max_body_bytes_inside: int,
         allowed_bytes: Callable[[], int],
         max_wait_s: float = math.inf,
+        unasked_bytes: int = UNASKED_BYTES,
         clock: Clock = time.monotonic,
     ) -> None:
         self.max_requests = max_requests
@@ -46,6 +50,7 @@ class Admission:
         self.body_bytes_inside = 0
         self.memory_inside = 0
         self._allowed_bytes = allowed_bytes
+        self._unasked_bytes = unasked_bytes
         self._clock = clock
         self._allowed: tuple[float, int] = (-math.inf, 0)
 
@@ -72,7 +77,7 @@ class Admission:
 
     def check_memory(self, needed_bytes: int) -> None:
         """Refuse a problem that cannot be held. Raises: TooLarge."""
-        if needed_bytes <= UNASKED_BYTES:
+        if needed_bytes <= self._unasked_bytes:
             return
         allowed = self.allowed_bytes()
         if needed_bytes > allowed:
@@ -82,7 +87,7 @@ class Admission:
         """Count the memory of a problem that waits or is computed. Raises: TooLarge alone, Overloaded beside others."""
         self.check_memory(needed_bytes)
         inside = self.memory_inside
-        if inside and inside + needed_bytes > UNASKED_BYTES and inside + needed_bytes > self.allowed_bytes():
+        if inside and inside + needed_bytes > self._unasked_bytes and inside + needed_bytes > self.allowed_bytes():
             raise Overloaded(f"problems that need {inside} bytes are inside already", reason="memory_in_use")
         self.memory_inside += needed_bytes
 
@@ -112,7 +117,14 @@ class Admission:
         """The memory that one problem may need; what the system says is believed for a moment."""
         now = self._clock()
         if now - self._allowed[0] > MEMORY_IS_FRESH_S:
-            self._allowed = now, self._allowed_bytes()
+            try:
+                self._allowed = now, self._allowed_bytes()
+            except OSError as error:
+                if self._allowed[0] == -math.inf:
+                    raise Overloaded(f"the system does not say what memory is free: {error}", reason="memory") from None
+                # No descriptors left, say: what it said last is better than nothing.
+                log.warning("the system does not say what memory is free: %s", error)
+                self._allowed = now, self._allowed[1]
         return self._allowed[1]
 
     def check_integrity(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from attn_core.engine import Engine
-from attn_core.errors import AttentionError
+from attn_core.errors import Abandoned, AttentionError
 from attn_core.prepared import PlainForm, Prepared, Problem
 from attn_core.problem import AttentionResult
 from service.admission import Admission
@@ -31,6 +31,8 @@ kernel in a second thread starves behind a busy loop; but what computes here rea
 HELP_S = 8e-3
 """And so long a problem that waits it computes itself, one in each turn, where it would have nothing to do: the core of
 a thread that only reads bodies is idle for most of the time."""
+LONGEST_S = 12e-3
+"""After so long the loop stops, at the problem's next checkpoint, and leaves it to the engine's threads."""
 BUSY_S = 4e-3
 """A turn that took so long without computing had enough to do."""
 
@@ -117,16 +119,19 @@ class Attend:
         estimated_s = self._pace.estimate_s(prepared.cost, prepared.path)
         # First: what can never be held is told so, not that it would take too long.
         self._admission.check_memory(needed_bytes)
+        was_tried = False
         if self.may_run_at_once(estimated_s, is_tiny=self._pace.is_tiny(prepared.cost, prepared.path)):
             self._admission.check_deadline(0.0, 0.0, deadline)
-            outcome = self._run_at_once(prepared, needed_bytes, estimated_s)
+            outcome = self._run_at_once(prepared, needed_bytes, estimated_s, deadline)
             if outcome is not None:
                 deliver(outcome)
                 return None
+            was_tried = True
         pending = Pending(prepared, deadline, deliver, self._clock(), needed_bytes, estimated_s, held)
+        pending.has_failed = was_tried
         wait_s = self._queue.wait_s(is_large=pending.ride.is_large)
         self._admission.check_wait(wait_s)
-        self._admission.check_deadline(wait_s, estimated_s, deadline)
+        self._admission.check_deadline(wait_s, self._pace.least_s(prepared.cost, prepared.path), deadline)
         self._admission.hold_memory(needed_bytes)
         try:
             self._queue.put(pending)
@@ -154,7 +159,7 @@ class Attend:
             return
         outcome: Outcome | None = None
         if not pending.is_abandoned:
-            outcome = self._run_at_once(pending.prepared, pending.needed_bytes, pending.estimated_s)
+            outcome = self._run_at_once(pending.prepared, pending.needed_bytes, pending.estimated_s, pending.deadline)
             if outcome is None:
                 self._queue.put_back(pending)
                 return
@@ -228,26 +233,33 @@ class Attend:
     def _begin_turn(self) -> None:
         self._turn_ends, self._spent_s = False, 0.0
 
-    def _run_at_once(self, prepared: Prepared, needed_bytes: int, estimated_s: float) -> Outcome | None:
-        """None after a mistake that nobody foresaw: the engine's own threads know what to do about it."""
+    def _run_at_once(
+        self, prepared: Prepared, needed_bytes: int, estimated_s: float, deadline: Deadline
+    ) -> Outcome | None:
+        """None where it takes far longer than estimated, and after a mistake that nobody foresaw: the engine's own
+        threads are there for the one and know what to do about the other."""
         assert self._engine is not None
         self._spend(estimated_s)
         began = self._clock()
+
+        def check() -> None:
+            if self._clock() - began > LONGEST_S or deadline.has_passed:
+                raise Abandoned("too long for the event loop")
+
         try:
-            (outcome,) = self._engine.run([prepared])
+            (outcome,) = self._engine.run([prepared], [check])
         except Exception as error:
             log.warning("not computed at once: %s", type(error).__name__)
             return None
+        took_s = self._clock() - began
+        if isinstance(outcome, Abandoned):
+            self._pace.observe(prepared.cost, prepared.path, took_s)
+            return DeadlinePassed("the deadline passed while it was computed") if deadline.has_passed else None
         if isinstance(outcome, AttentionError):
             return outcome
         assert isinstance(outcome, AttentionResult)
-        return Answer(
-            result=outcome,
-            needed_bytes=needed_bytes,
-            queue_s=0.0,
-            compute_s=self._clock() - began,
-            batch_requests=1,
-        )
+        self._pace.observe(prepared.cost, prepared.path, took_s)
+        return Answer(result=outcome, needed_bytes=needed_bytes, queue_s=0.0, compute_s=took_s, batch_requests=1)
 
 
 class Waiting:

@@ -25,7 +25,7 @@ from uvicorn.server import ServerState
 from attn_core.engine import Engine
 from attn_core.prepared import prepare
 from service import host as machine
-from service.admission import Admission
+from service.admission import UNASKED_BYTES, Admission
 from service.attend import Attend
 from service.batcher import Batcher
 from service.calibration import measure_rates
@@ -171,7 +171,11 @@ def compose(
     worker of their own, or wait for the one there is.
     """
     loop = asyncio.get_running_loop()
-    lifecycle, metrics, pace = Lifecycle(), Metrics(), Pace()
+    lifecycle, metrics, pace = (
+        Lifecycle(),
+        Metrics(),
+        Pace(num_threads=settings.torch_threads or machine.usable_cores()),
+    )
     queue = RequestQueue(
         max_requests=settings.max_queue_requests,
         num_small_workers=num_small_workers,
@@ -184,6 +188,7 @@ def compose(
         max_body_bytes_inside=settings.max_body_bytes_inside,
         allowed_bytes=allowed_bytes,
         max_wait_s=settings.max_wait_s,
+        unasked_bytes=UNASKED_BYTES if settings.memory_budget_bytes is None else 0,
     )
     metrics.queue_depth.set_function(lambda: len(queue))
     text_workers = TextWorkers(num_workers=_num_text_workers(settings))

@@ -8,9 +8,13 @@ from attn_core.cost import Cost
 
 MEMORY_BYTES_PER_S = 5e9
 """What moves bytes and computes little is bound by memory, which no start-up measurement is long enough to see."""
+PAIRS_PER_S = 2e9
+"""Passes over query-key pairs, such as an exponential of each."""
 TINY_FACTOR = 2.0
 LEARNING_RATE = 0.05
-MAX_CORRECTION = 20.0
+MAX_CORRECTION = 4.0
+LEAST_SHARE = 0.25
+"""Of what was estimated: causal problems, half types and machines at rest are that much faster than any measurement."""
 
 
 class Pace:
@@ -19,7 +23,10 @@ class Pace:
     ``observe`` may be called from the engine's threads while the loop reads: each step is one assignment.
     """
 
-    def __init__(self, *, overhead_s: float = 1e-4, flops_per_s: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self, *, overhead_s: float = 1e-4, flops_per_s: Mapping[str, float] | None = None, num_threads: int = 1
+    ) -> None:
+        self._num_threads = num_threads
         self._overhead_s = overhead_s
         self._flops_per_s = dict(flops_per_s or {"fused": 2e10, "manual": 5e9})
         self._correction: dict[str, float] = dict.fromkeys(self._flops_per_s, 1.0)
@@ -33,16 +40,22 @@ class Pace:
     def estimate_s(self, cost: Cost, path: str) -> float:
         return self._raw_s(cost, path) * self._correction[path]
 
+    def least_s(self, cost: Cost, path: str) -> float:
+        """What a problem takes at the very least, on all threads and unlike any seen before."""
+        return self._raw_s(cost, path) * LEAST_SHARE / self._num_threads
+
     def is_tiny(self, cost: Cost, path: str) -> bool:
         """Whether computing takes no longer than what every problem costs besides."""
         return self._raw_s(cost, path) <= TINY_FACTOR * self._overhead_s
 
     def observe(self, cost: Cost, path: str, took_s: float) -> None:
         """Learn from one problem. Machines slow down under load: the estimate follows within a few dozen."""
+        if took_s <= 0:
+            return
         ratio = took_s / self._raw_s(cost, path)
         ratio = min(MAX_CORRECTION, max(1 / MAX_CORRECTION, ratio))
         self._correction[path] += LEARNING_RATE * (ratio - self._correction[path])
 
     def _raw_s(self, cost: Cost, path: str) -> float:
-        compute_s = cost.flops / self._flops_per_s[path]
+        compute_s = cost.flops / self._flops_per_s[path] + cost.pair_passes / PAIRS_PER_S
         return self._overhead_s + max(compute_s, cost.bytes_moved / MEMORY_BYTES_PER_S)

@@ -387,7 +387,11 @@ class _Worker:
         return reply
 
     def _start_process(self) -> None:
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError:
+            log.exception("a text worker cannot be started")
+            return
         modules = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         # Inherited, so that there is no moment at which a signal for the server would end the worker.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})

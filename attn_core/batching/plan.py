@@ -13,11 +13,13 @@ from attn_core.prepared import Prepared
 
 LARGE_FROM_FLOPS = 1_000_000_000
 """From here on a problem rides alone: what rides beside it would wait for it."""
+FLOPS_PER_PASS = 25
+"""What one exponential of a pair takes, in floating point operations of a product."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ride:
-    """What the plan knows of one waiting problem."""
+    """What the plan knows of one waiting problem; ``flops`` has all work in it."""
 
     tokens: int
     num_bytes: int
@@ -25,7 +27,9 @@ class Ride:
 
     @classmethod
     def of(cls, prepared: Prepared) -> Ride:
-        return cls(tokens=prepared.tokens, num_bytes=prepared.cost.peak_bytes, flops=prepared.cost.flops)
+        cost = prepared.cost
+        flops = cost.flops + round(FLOPS_PER_PASS * cost.pair_passes)
+        return cls(tokens=prepared.tokens, num_bytes=cost.peak_bytes, flops=flops)
 
     @property
     def is_large(self) -> bool:

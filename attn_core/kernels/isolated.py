@@ -17,6 +17,7 @@ from attn_core.errors import Checkpoint, never_abandoned
 from attn_core.hazards import Hazards, without_hazards
 from attn_core.kernels import fused, manual
 from attn_core.kernels.output import KernelOutput, new_output
+from attn_core.placement import ALIGNMENT_BYTES
 
 PART_BYTES = 2**20
 """So much of query, key and value is copied at once; one group of heads at least."""
@@ -31,11 +32,22 @@ def part_size(problem: CanonicalProblem, *, device_type: str | None = None) -> C
         # A head keeps its bits in the company that it has without any hazard. So it is on a GPU, too.
         own = fused.cut(problem, device_type=device_type)
         return Cut(own.items, own.heads, dims.seq_len_q)
+    if not _heads_are_aligned(problem):
+        # In a copy of its own a head would begin elsewhere, and BLAS picks its instructions by the address.
+        return Cut(dims.batch, dims.num_heads, dims.seq_len_q)
     numbers = dims.group_size * dims.seq_len_q * dims.head_dim + dims.seq_len_kv * (dims.head_dim + dims.head_dim_v)
     groups = max(1, PART_BYTES // max(1, numbers * problem.query.dtype.itemsize))
     if groups >= dims.num_kv_heads:
         return Cut(even(dims.batch, groups // dims.num_kv_heads), dims.num_heads, dims.seq_len_q)
     return Cut(1, dims.group_size * even(dims.num_kv_heads, groups), dims.seq_len_q)
+
+
+def _heads_are_aligned(problem: CanonicalProblem) -> bool:
+    """Whether every head of query, key and value lies by itself, and begins on a multiple of 64 bytes."""
+    operands = (problem.query, problem.key, problem.value)
+    return all(
+        t.is_contiguous() and t.shape[2] * t.shape[3] * t.dtype.itemsize % ALIGNMENT_BYTES == 0 for t in operands
+    )
 
 
 def attend(

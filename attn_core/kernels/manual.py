@@ -86,7 +86,8 @@ def attend(problem: CanonicalProblem, hazards: Hazards, checkpoint: Checkpoint =
         nonfinite = torch.empty(marks, dtype=torch.bool, device=problem.device)
     for items, heads in size.parts(dims):
         part = problem.part(items, heads)
-        key, value = part.key.to(arithmetic), part.value.to(arithmetic)
+        # Lying alike whatever they hold: where something is not finite, a copy of them is multiplied.
+        key, value = part.key.to(arithmetic).contiguous(), part.value.to(arithmetic).contiguous()
         value_is_finite = not hazards.value or bool(torch.isfinite(value).all())
         for places in even_runs(listed.numel(), size.rows):
             rows = listed[places]

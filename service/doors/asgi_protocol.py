@@ -18,11 +18,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from attn_core.errors import Fault
 from service.doors.exchange import ABORT_EXTENSION, LOST_EXTENSION, ClientLost, ExchangeLayer, server_timing
+from service.doors.peer import PROBE, WATCH_S, has_closed_its_side, is_gone
 from service.doors.problem_details import MEDIA_TYPE, describe
 from service.errors import Malformed
 
-PROBE_S = 0.25
-PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 MAX_HEAD_BYTES = 64 * 1024
 """Names and values of all headers and trailers of one request."""
 MAX_FRAMING_BYTES = 512 * 1024
@@ -44,6 +43,8 @@ class AsgiProtocol(HttpToolsProtocol):
         self.head_timeout_s = head_timeout_s
         self._give_back = give_back
         self._is_between = True
+        self._is_probed = False
+        self._watcher: asyncio.TimerHandle | None = None
         self._head_bytes = 0
         self._fed_bytes = 0
         self._body_bytes = 0
@@ -62,6 +63,9 @@ class AsgiProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._watcher is not None:
+            self._watcher.cancel()
+            self._watcher = None
         # uvicorn tells the request that was read last; with pipelining the one being served is another.
         for cycle in (self._active, *(waiting for waiting, _ in self.pipeline)):
             if cycle is not None and not cycle.response_complete:
@@ -109,18 +113,28 @@ class AsgiProtocol(HttpToolsProtocol):
             self.pipeline.popleft()
         last = self.pipeline[0][0] if self.pipeline else active
         last.keep_alive = False
-        self._probe()
+        self._watch()
         return True
 
-    def _probe(self) -> None:
-        """Whether a client that closed its side still listens: an interim answer, which HTTP lets anyone send, comes
-        back as a reset where nobody does."""
+    def _watch(self) -> None:
+        """Whether the client still waits: if it is gone, so is its request; if it closed its side, ask it once.
+
+        uvicorn does not read while a request is worked on, and so does not hear of it.
+        """
+        if self._watcher is not None:
+            self._watcher.cancel()
+            self._watcher = None
         active = self._active
         if active is None or active.response_started or self.transport.is_closing():
             return
-        if active.scope["http_version"] == "1.1":
-            self.transport.write(PROBE)
-            self.loop.call_later(PROBE_S, self._probe)
+        if is_gone(self.transport):
+            self.transport.abort()
+            return
+        if not self._is_probed and (self._is_deaf or has_closed_its_side(self.transport)) and not active.more_body:
+            self._is_probed = True
+            if active.scope["http_version"] == "1.1":
+                self.transport.write(PROBE)
+        self._watcher = self.loop.call_later(WATCH_S, self._watch)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -178,6 +192,8 @@ class AsgiProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._active = cycle
         super()._start_asgi_task(cycle, app)
+        if self._watcher is None:
+            self._watcher = self.loop.call_later(WATCH_S, self._watch)
 
     def _pass_over_upgrade(self, rest: bytes) -> None:
         """HTTP lets a server ignore the wish for another protocol: the same request again, without it."""

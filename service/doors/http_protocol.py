@@ -21,10 +21,11 @@ from uvicorn.server import ServerState
 from service.admission import BytePermit
 from service.attend import Waiting
 from service.doors.answers import gzipped, is_worth_gzip
-from service.doors.asgi_protocol import PROBE, PROBE_S, AsgiProtocol
+from service.doors.asgi_protocol import AsgiProtocol
 from service.doors.binary import CALLS, BinaryDoor, Head, Reply
 from service.doors.body import accepts_gzip, answer_form
 from service.doors.exchange import GOOD_ID, LINGER_BYTES, SMALL_REST_BYTES, Exchange, server_timing
+from service.doors.peer import PROBE, WATCH_S, has_closed_its_side, is_gone
 from service.doors.receive_buffers import LANDING_BYTES, SPARE_BYTES, ReceiveBuffer
 from service.errors import DeadlinePassed, Draining, NotAcceptable
 from service.lifecycle import State
@@ -36,6 +37,7 @@ HEAD_GLANCE_BYTES = 2048
 AHEAD_BYTES = 64 * 1024
 """So much of later requests is read while one is computed; then the connection is not read for a while."""
 SLICE_BYTES = 2**20
+PIECE_BYTES = 64 * 1024
 ALIGNMENT = 64
 LONG_BYTES = 32 * 1024
 
@@ -183,6 +185,7 @@ class HttpProtocol(asyncio.BufferedProtocol):
         self._is_counted = False
         self._must_close = False
         self._is_deaf = False
+        self._is_probed = False
         self._is_lost = False
         self._has_served = False
         self._since = 0.0
@@ -230,7 +233,7 @@ class HttpProtocol(asyncio.BufferedProtocol):
         self._is_deaf = True
         if not self._ahead:
             self._must_close = True
-        self._probe()
+        self._watch()
         return True
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -275,7 +278,7 @@ class HttpProtocol(asyncio.BufferedProtocol):
 
     def shutdown(self) -> None:
         """The server stops: close when nothing is due, or after what is."""
-        if self._phase is Phase.IDLE:
+        if self._phase in (Phase.IDLE, Phase.DROPPING):
             self._transport.close()
         else:
             self._must_close = True
@@ -433,6 +436,9 @@ class HttpProtocol(asyncio.BufferedProtocol):
             self._waiting = self._door.begin(head, exchange, buffer, body_at, self._deliver)
         except Exception as error:
             self._refuse(error)
+            return
+        if self._waiting is not None:
+            self._timer = self._loop.call_later(WATCH_S, self._watch)
 
     def _deliver(self, outcome: Outcome) -> None:
         exchange, head = self._exchange, self._head
@@ -628,14 +634,18 @@ class HttpProtocol(asyncio.BufferedProtocol):
             self._timer.cancel()
             self._timer = None
 
-    def _probe(self) -> None:
-        """Whether a client that closed its side still listens: an interim answer, which HTTP lets anyone send, comes
-        back as a reset where nobody does."""
-        self._timer = None
+    def _watch(self) -> None:
+        """Whether the client still waits: if it is gone, so is its request; if it closed its side, ask it once."""
+        self._cancel_timer()
         if self._is_lost or self._phase is not Phase.COMPUTING:
             return
-        self._transport.write(PROBE)
-        self._timer = self._loop.call_later(PROBE_S, self._probe)
+        if is_gone(self._transport):
+            self._transport.abort()
+            return
+        if not self._is_probed and (self._is_deaf or has_closed_its_side(self._transport)):
+            self._is_probed = True
+            self._transport.write(PROBE)
+        self._timer = self._loop.call_later(WATCH_S, self._watch)
 
     def _watch_idle(self, after_s: float) -> None:
         self._idle_timer = self._loop.call_later(after_s, self._check_idle)
@@ -664,7 +674,9 @@ class HttpProtocol(asyncio.BufferedProtocol):
         asgi = self._make_asgi(self)
         asgi.connection_made(self._transport)
         self._listen(asgi)
-        asgi.data_received(data)
+        # In pieces of the length that sockets give: it counts what is no body piece by piece.
+        for start in range(0, len(data), PIECE_BYTES):
+            asgi.data_received(data[start : start + PIECE_BYTES])
 
     def _listen(self, protocol: asyncio.BaseProtocol) -> None:
         """From now on ``protocol`` is told what comes. Reading begins anew, in the way that this one reads."""

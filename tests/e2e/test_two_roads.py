@@ -153,6 +153,20 @@ def marked(caller: Caller, road: Road = Road.BINARY) -> None:
     assert (reply.status, reply.headers["x-request-id"]) == (200, "marker"), reply
 
 
+def test_what_is_handed_over_in_one_long_read_is_answered_whole(service: InProcess, port: int) -> None:
+    with Caller(port) as caller:
+        for _ in range(2):
+            # The next read has room for as much.
+            caller.send(request(Road.BINARY, sized_body(3_000_000)))
+            assert caller.reply().status == 200
+        still = Standstill(service)
+        still.wait()
+        caller.send(chunked(sized_body(614_000)) + get("/livez") + request(Road.BINARY, PLAIN))
+        still.go_on()
+        assert [reply.status for reply in caller.replies(3)] == [200] * 3
+        marked(caller)
+
+
 # Which road
 
 
@@ -747,7 +761,9 @@ def test_a_short_answer_reaches_a_client_that_closed_its_side_at_once(port: int,
 @pytest.mark.parametrize("how", ["closed", "reset"])
 def test_a_client_that_goes_away_frees_its_place_and_is_counted(road: Road, how: str) -> None:
     with gated() as (running, engine, client):
-        for number, ahead in enumerate((b"", request(road, PLAIN))):
+        # Of the last the server reads only so much ahead, and then no more of the connection.
+        further = (b"", request(road, PLAIN), get("/livez"), request(road, sized_body(200_000)))
+        for number, ahead in enumerate(further):
             caller = Caller(port_of(running))
             caller.send(request(road, PLAIN) + ahead)
             engine.wait_until_entered()

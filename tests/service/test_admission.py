@@ -25,6 +25,7 @@ def make_admission(
     max_bytes: int = 100,
     allowed_bytes: Callable[[], int] = lambda: 2**40,
     max_wait_s: float = math.inf,
+    unasked_bytes: int = UNASKED_BYTES,
     clock: FakeClock | None = None,
 ) -> Admission:
     return Admission(
@@ -32,6 +33,7 @@ def make_admission(
         max_body_bytes_inside=max_bytes,
         allowed_bytes=allowed_bytes,
         max_wait_s=max_wait_s,
+        unasked_bytes=unasked_bytes,
         clock=clock or FakeClock(),
     )
 
@@ -264,3 +266,30 @@ def test_bytes_that_are_counted_unasked_are_refused_to_others() -> None:
         first.release()
         second.hold(100)
     admission.check_integrity()
+
+
+def test_a_budget_that_was_set_is_asked_for_the_smallest_problem_too() -> None:
+    admission = make_admission(allowed_bytes=lambda: 1000, unasked_bytes=0)
+    admission.check_memory(1000)
+    with pytest.raises(TooLarge):
+        admission.check_memory(1001)
+
+
+def test_a_system_that_does_not_say_what_is_free_is_believed_what_it_said_last() -> None:
+    answers: list[int | OSError] = [OSError("no descriptors left"), 3 * UNIT, OSError("no descriptors left")]
+
+    def allowed_bytes() -> int:
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    clock = FakeClock()
+    admission = make_admission(allowed_bytes=allowed_bytes, clock=clock)
+    with pytest.raises(Overloaded):
+        admission.check_memory(2 * UNIT)
+    admission.check_memory(2 * UNIT)
+    clock.now += 2 * MEMORY_IS_FRESH_S
+    admission.check_memory(2 * UNIT)
+    with pytest.raises(TooLarge):
+        admission.check_memory(4 * UNIT)

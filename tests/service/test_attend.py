@@ -355,7 +355,7 @@ def test_a_plain_form_may_run_at_once_where_its_problem_may() -> None:
 
     async def check(bench: Bench, engine: LoopEngine) -> None:
         estimated_s = bench.attend.may_run_plain_at_once(form)
-        assert estimated_s == prepared.cost.flops / FLOPS_PER_S
+        assert estimated_s == bench.attend._pace.estimate_s(form.cost, form.path)
         assert bench.begin(lasting(AT_ONCE_S)) is None
         assert bench.attend.may_run_plain_at_once(form) is None
         await next_turn()
@@ -483,7 +483,7 @@ def test_a_wait_in_the_other_lane_is_no_reason_to_refuse() -> None:
 def test_a_deadline_that_waiting_and_computing_cannot_meet_is_refused_at_once() -> None:
     async def check(bench: Bench) -> None:
         bench.enqueue(lasting(0.5))
-        assert refused(bench, DeadlinePassed, lasting(0.5), timeout_s=0.4).at_once
+        assert refused(bench, DeadlinePassed, lasting(0.5), timeout_s=0.2).at_once
         assert refused(bench, DeadlinePassed, lasting(0.0), timeout_s=0.0).at_once
         bench.enqueue(lasting(0.5), timeout_s=1.0)
 

@@ -25,7 +25,7 @@ def make_prepared(
     prepared = prepare(AttentionProblem(query=torch.full((1, 1, 1, 2), float(number))), device_type="cpu")
     cost = prepared.cost
     flops = (LARGE_FROM_FLOPS if is_large else cost.flops) if flops is None else flops
-    return replace(prepared, cost=replace(cost, flops=flops, peak_bytes=peak_bytes or cost.peak_bytes))
+    return replace(prepared, cost=replace(cost, flops=flops, peak_bytes=peak_bytes or cost.peak_bytes, pair_passes=0.0))
 
 
 SMALL, LARGE = make_prepared(), make_prepared(is_large=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -571,3 +572,29 @@ def test_output_beyond_the_fused_kernel_is_refused_by_it_and_answered_by_the_man
 def test_plain_attention_is_answered_by_the_fused_kernel() -> None:
     assert attend(make_problem()).path == "fused"
     assert attend(with_options(make_problem(), path="manual")).why == "asked for"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("layout", ["bhtd", "bthd", "btd"])
+@pytest.mark.parametrize("path", ["fused", "manual"])
+@pytest.mark.parametrize(
+    ("seq_len_q", "seq_len_kv", "head_dim"), [(129, 257, 255), (257, 257, 127), (65, 600, 33), (32, 32, 1)]
+)
+def test_what_a_forbidden_key_holds_cannot_change_a_bit_at_any_width(
+    seq_len_q: int, seq_len_kv: int, head_dim: int, path: str, layout: Any, dtype: torch.dtype
+) -> None:
+    mask = torch.ones(1, 1, 1, seq_len_kv, dtype=torch.bool)
+    mask[..., 5] = False
+    problem = make_problem(
+        batch=1, num_heads=3, seq_len_q=seq_len_q, seq_len_kv=seq_len_kv, head_dim=head_dim, head_dim_v=head_dim,
+        dtype=dtype, layout=layout, path=path, tensors={"allow_mask": mask},
+    )  # fmt: skip
+    wanted = Engine().attend(problem).outputs["context"]
+    assert problem.key is not None and problem.value is not None
+    for name, tensor in (("key", problem.key), ("value", problem.value)):
+        for what in (math.nan, math.inf, 5.0):
+            changed = tensor.clone()
+            at = (0, 1, 5, 0) if layout == "bhtd" else (0, 5, 1, 0) if layout == "bthd" else (0, 5, head_dim)
+            changed[at] = what
+            context = Engine().attend(with_tensors(problem, **{name: changed})).outputs["context"]
+            assert torch.equal(context, wanted), (name, what)
