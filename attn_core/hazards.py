@@ -19,7 +19,7 @@ from torch import Tensor
 from attn_core.canonical import CanonicalProblem
 from attn_core.cut import runs
 from attn_core.errors import Checkpoint, never_abandoned
-from attn_core.numerics import largest, safe_operand, safe_value
+from attn_core.numerics import is_within, largest, safe_operand, safe_value
 
 PAIRS_PER_BLOCK = 2**19
 READ_AT_ONCE = 2**24
@@ -59,7 +59,7 @@ def find_hazards(problem: CanonicalProblem, checkpoint: Checkpoint = never_aband
         for piece in _pieces(tensor.shape, READ_AT_ONCE):
             checkpoint()
             # Written so that NaN, which compares as False, counts as a hazard.
-            if not largest(tensor[piece]) <= limit:
+            if not is_within(tensor[piece], limit) and not largest(tensor[piece]) <= limit:
                 return True
         return False
 

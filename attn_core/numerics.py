@@ -14,6 +14,8 @@ SIGNLESS_ZERO = 0.0
 """Added to a context beside forbidden pairs: a weight of 0 times a negative number is -0, and that sign would tell
 what a forbidden key holds. -0 + 0 is 0."""
 
+ROUNDING_ROOM = 4.0
+"""A sum of squares in float32 is a little off: so far below its limit it must stay."""
 _SAFE_LOGIT = {torch.float32: 1e30, torch.float64: 1e290}
 
 
@@ -40,6 +42,22 @@ def safe_value(dtype: torch.dtype, *, seq_len_kv: int) -> float:
 def _finite_in(dtype: torch.dtype, limit: float) -> float:
     # A comparison rounds the limit to the dtype of the tensor: one above its largest number would let infinity pass.
     return min(limit, float(torch.finfo(dtype).max))
+
+
+def safe_square_sum(limit: float) -> float:
+    """The sum of squares in float32 up to which no |number| is over ``limit``, rounding counted in."""
+    return min(limit, math.sqrt(torch.finfo(torch.float32).max)) ** 2 / ROUNDING_ROOM
+
+
+def is_within(tensor: Tensor, limit: float) -> bool:
+    """Whether no |number| can be over ``limit``, told by one product, in half the time of two comparisons.
+
+    False where it does not tell: NaN, infinity, huge numbers, other dtypes than float32, other places than the host.
+    """
+    if tensor.dtype != torch.float32 or tensor.is_cuda or not tensor.is_contiguous():
+        return False
+    flat = tensor.view(-1)
+    return torch.dot(flat, flat).item() <= safe_square_sum(limit)
 
 
 def largest(tensor: Tensor) -> float:

@@ -5,7 +5,6 @@ Made once, used by whoever admits the problem and by the engine that computes it
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -14,14 +13,11 @@ from torch import Tensor
 from attn_core.canonical import CanonicalProblem, canonicalize
 from attn_core.cost import Cost, attention_cost, weighted_sum_cost
 from attn_core.kernels import choose_path, fused
-from attn_core.numerics import safe_operand, safe_value
+from attn_core.numerics import safe_operand, safe_square_sum, safe_value
 from attn_core.placement import ALIGNMENT_BYTES
 from attn_core.problem import AttentionProblem, WeightedSumProblem
 
 Problem = AttentionProblem | WeightedSumProblem
-
-ROUNDING_ROOM = 4.0
-"""A sum of squares in float32 is a little off: so far below the limit it must stay."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,7 +115,7 @@ def _plain_form(
         is_causal=fused.is_square_causal(canonical),
         scale=canonical.scale,
         shares_heads=dims.group_size > 1,
-        safe_square_sum=min(safe_number, math.sqrt(torch.finfo(torch.float32).max)) ** 2 / ROUNDING_ROOM,
+        safe_square_sum=safe_square_sum(safe_number),
         safe_number=safe_number,
         path=path,
         why=why,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_core.batching.plan import LARGE_FROM_FLOPS, Budget, Ride, plan, share_of
+from attn_core.batching.plan import FLOPS_PER_PASS, LARGE_FROM_FLOPS, Budget, Ride, plan, share_of
 from attn_core.prepared import prepare
 from tests.support.factory import make_problem
 
@@ -156,5 +156,5 @@ def test_a_ride_counts_the_queries_of_all_items_and_the_cost_of_the_kernel() -> 
     assert asdict(Ride.of(prepared)) == {
         "tokens": 15,
         "num_bytes": prepared.cost.peak_bytes,
-        "flops": prepared.cost.flops,
+        "flops": prepared.cost.flops + round(FLOPS_PER_PASS * prepared.cost.pair_passes),
     }
