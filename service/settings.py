@@ -60,7 +60,7 @@ class Settings(BaseSettings):
     )
     max_requests_inside: int = Field(1024, ge=1, description="requests inside: read, waiting, computed or answered")
     max_wait_s: float = Field(
-        2.0, gt=0, le=86400, description="estimated wait for the engine from which on requests are refused with 429"
+        5.0, gt=0, le=86400, description="estimated wait for the engine from which on requests are refused with 429"
     )
     max_queue_requests: int = Field(256, ge=1, description="problems that may wait for the engine")
     max_tensor_elements: int = Field(2**31 - 1, ge=1, description="elements of one tensor")

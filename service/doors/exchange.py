@@ -29,7 +29,7 @@ ABORT_EXTENSION = "attn.abort"
 LOST_EXTENSION = "attn.lost"
 """The ASGI extension that tells of a connection that is lost while its request is inside."""
 LINGER_S = 2.0
-LINGER_BYTES = 64 * 2**20
+LINGER_BYTES = 32 * 2**20
 SMALL_REST_BYTES = 64 * 1024
 """So much of an unread body is read and dropped with the connection kept; of a longer one the connection closes."""
 
