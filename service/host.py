@@ -66,7 +66,7 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
-    for option, value in ((_M_MMAP_THRESHOLD, 32 * 2**20), (_M_TRIM_THRESHOLD, 256 * 2**20), (_M_TOP_PAD, 2**20)):
+    for option, value in ((_M_MMAP_THRESHOLD, 32 * 2**20), (_M_TRIM_THRESHOLD, 64 * 2**20), (_M_TOP_PAD, 2**20)):
         mallopt(option, value)
 
 

@@ -358,7 +358,9 @@ def stop_outcome(stops: list[Stop]) -> tuple[dict[str, Figure], list[Law], list[
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=20_000, help="default: 20000")
-    parser.add_argument("--warm-up", type=int, default=4000, help="requests before memory is looked at, default: 4000")
+    parser.add_argument(
+        "--warm-up", type=int, default=12000, help="requests before memory is looked at, default: 12000"
+    )
     parser.add_argument("--stops", type=int, default=10, help="servers stopped under load, default: 10")
     parser.add_argument("--seed", type=int, default=4, help="default: 4")
 
