@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attn_core import AttentionError, AttentionResult, Engine, InvalidProblem
-from attn_core.errors import Checkpoint, Fault, TooLarge
+from attn_core.errors import Abandoned, Checkpoint, Fault, TooLarge
 from attn_core.prepared import PlainForm, Prepared, Problem, prepare
 from service.admission import UNASKED_BYTES, Admission
-from service.attend import AT_ONCE_S, BUSY_S, HELP_S, Attend, Waiting
+from service.attend import AT_ONCE_S, BUSY_S, HELP_S, LONGEST_S, Attend, Waiting
 from service.deadline import Deadline
 from service.errors import DeadlinePassed, Draining, Overloaded
 from service.pace import Pace
@@ -42,12 +42,22 @@ class LoopEngine(Engine):
         self.num_computed = 0
         self.failure: Exception | None = None
         self.refusal: AttentionError | None = None
+        self.clock: FakeClock | None = None
+        self.takes_s = 0.0
 
     def run(
         self, problems: Sequence[Problem | Prepared], checkpoints: Sequence[Checkpoint | None] | None = None
     ) -> list[AttentionResult | AttentionError]:
         self._note()
-        return self._inner.run(problems, checkpoints) if self.refusal is None else [self.refusal]
+        for checkpoint in checkpoints or ():
+            if self.clock is not None:
+                self.clock.now += self.takes_s
+            try:
+                if checkpoint is not None:
+                    checkpoint()
+            except Abandoned as error:
+                return [error]
+        return self._inner.run(problems) if self.refusal is None else [self.refusal]
 
     def plain_context(
         self, form: PlainForm, numbers: Sequence[Tensor], query: Tensor, key: Tensor, value: Tensor
@@ -246,6 +256,29 @@ def test_what_the_loop_fails_at_is_left_to_the_engines_threads() -> None:
         assert bench.outcomes == [answer]
         bench.queue.done([pending])
         waiting.end()
+
+    at_once(check)
+
+
+def test_what_takes_the_loop_too_long_is_left_to_the_engines_threads() -> None:
+    async def check(bench: Bench, engine: LoopEngine) -> None:
+        engine.clock, engine.takes_s = bench.clock, LONGEST_S * 1.01
+        waiting = bench.enqueue(lasting(0.0))
+        await next_turn(3)
+        assert engine.num_computed == 1 and not bench.outcomes and len(bench.queue) == 1
+        waiting.end()
+        bench.assert_nothing_is_inside()
+
+    at_once(check)
+
+
+def test_a_deadline_that_passes_while_the_loop_computes_is_told() -> None:
+    async def check(bench: Bench, engine: LoopEngine) -> None:
+        engine.clock, engine.takes_s = bench.clock, LONGEST_S / 2
+        assert bench.begin(lasting(0.0), timeout_s=LONGEST_S / 4) is None
+        (outcome,) = bench.outcomes
+        assert isinstance(outcome, DeadlinePassed)
+        bench.assert_nothing_is_inside()
 
     at_once(check)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -104,3 +106,17 @@ def test_rates_that_were_measured_take_the_place_of_all_before() -> None:
     pace.set_rates(overhead_s=1e-3, flops_per_s={"fused": 1e6, "manual": 1e5})
     assert pace.estimate_s(make_cost(10**6), "fused") == pytest.approx(1.001)
     assert pace.estimate_s(make_cost(10**6), "manual") == pytest.approx(10.001)
+
+
+def test_work_for_each_pair_counts_beside_the_products() -> None:
+    pace = Pace(overhead_s=0.0, flops_per_s={"fused": 1e9, "manual": 1e9})
+    narrow = make_cost()
+    worked = replace(narrow, pair_passes=4e9)
+    assert pace.estimate_s(worked, "fused") > 1 > pace.estimate_s(narrow, "fused")
+
+
+def test_the_least_a_problem_takes_is_far_below_its_estimate_and_shared_by_all_threads() -> None:
+    cost = replace(make_cost(), flops=10**12)
+    alone, many = (Pace(overhead_s=0.0, flops_per_s={"fused": 1e9}, num_threads=count) for count in (1, 8))
+    assert alone.least_s(cost, "fused") <= alone.estimate_s(cost, "fused") / 2
+    assert many.least_s(cost, "fused") == alone.least_s(cost, "fused") / 8

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -298,6 +300,32 @@ def test_a_worker_that_is_killed_fails_its_own_request_and_is_replaced(caplog: p
     run(law)
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
     assert caplog.records[0].fields["exit_code"] == -signal.SIGKILL  # type: ignore[attr-defined]
+
+
+def test_a_worker_that_cannot_be_started_fails_its_request_and_is_started_for_a_later_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    body, pair = list_body(1, 2, 8, 4), socket.socketpair
+    is_out = True
+
+    def socketpair(*arguments: Any) -> Any:
+        if is_out:
+            raise OSError(errno.EMFILE, "too many open files")
+        return pair(*arguments)
+
+    async def law(workers: TextWorkers) -> None:
+        nonlocal is_out
+        await read(workers, body)
+        (pid,) = workers.pids()
+        monkeypatch.setattr(socket, "socketpair", socketpair)
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: not is_alive(pid))
+        with pytest.raises(Unavailable):
+            await read(workers, body)
+        is_out = False
+        assert (await read(workers, body)).problem.query.shape == (1, 2, 8, 4)
+
+    run(law)
 
 
 def test_a_text_that_nobody_waits_for_frees_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
