@@ -285,14 +285,6 @@ class Engine:
             self._threads = threads
 
 
-def estimate(problem: Problem, *, device_type: str) -> Cost:
-    """What a checked problem will cost on the kernel that will be chosen for it, from metadata alone.
-
-    Raises: InvalidProblem when the asked path cannot serve it.
-    """
-    return prepare(problem, device_type=device_type).cost
-
-
 def _weighted_context_in_blocks(weights: Tensor, value: Tensor, checkpoint: Checkpoint) -> Tensor:
     """weights @ value of rank 4 in their dtype, with the arithmetic of it."""
     storage, width = weights.dtype, value.shape[3]

@@ -16,8 +16,8 @@ from torch import Tensor
 from attn_core import Abandoned, AttentionOptions, AttentionProblem, AttentionResult, Engine, WeightedSumProblem
 from attn_core.canonical import CanonicalProblem, canonicalize
 from attn_core.cut import Cut, cut_heads_first, even, even_runs
-from attn_core.engine import estimate
 from attn_core.kernels import fused, isolated, manual
+from attn_core.prepared import prepare
 from attn_core.problem import OUTPUTS, Dims
 from tests.support.factory import DTYPES, features, make_problem, make_tensor, with_tensors
 from tests.support.memory import peak_bytes_of
@@ -322,7 +322,7 @@ def test_peak_of_blocks_is_not_above_the_estimate(
         problem = make_problem(
             num_kv_heads=2, head_dim=16, dtype=dtype, layout=layout, tensors=own, outputs=asked, **axes, **options
         )
-        limit = estimate(problem, device_type="cpu").peak_bytes
+        limit = prepare(problem, device_type="cpu").cost.peak_bytes
         assert measured_peak(problem) <= limit
         if layout == "bhtd":
             assert measured_peak(poisoned(problem)) <= limit
@@ -333,10 +333,10 @@ def test_answer_of_a_large_problem_stands_in_memory_once(causal: bool) -> None:
     problem = make_problem(batch=1, num_heads=8, seq_len_q=2300, seq_len_kv=2300, head_dim=64, causal=causal)
     output_bytes = problem.query.nbytes
     peak = measured_peak(problem)
-    assert peak <= estimate(problem, device_type="cpu").peak_bytes
+    assert peak <= prepare(problem, device_type="cpu").cost.peak_bytes
     assert peak <= 4 * output_bytes + 3 * MIB
 
 
 def test_estimate_of_a_fused_problem_is_little_more_than_its_tensors() -> None:
     problem = make_problem(batch=1, num_heads=8, seq_len_q=1024, seq_len_kv=1024, head_dim=64)
-    assert estimate(problem, device_type="cpu").peak_bytes <= 15 * MIB
+    assert prepare(problem, device_type="cpu").cost.peak_bytes <= 15 * MIB

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from attn_core import AttentionProblem, Engine, WeightedSumProblem
-from attn_core.engine import estimate
-from attn_core.prepared import Problem
+from attn_core.prepared import Problem, prepare
 from attn_core.problem import OUTPUTS
 from tests.support.factory import features, make_problem, make_tensor, with_tensors
 from tests.support.memory import peak_bytes_of
@@ -40,7 +39,7 @@ def assert_holds(problem: Problem) -> None:
     engine = Engine()
     inputs = sum(tensor.nbytes for tensor in problem.tensors().values())
     measured = inputs + peak_bytes_of(lambda: engine.attend(problem))
-    assert measured <= estimate(problem, device_type="cpu").peak_bytes
+    assert measured <= prepare(problem, device_type="cpu").cost.peak_bytes
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -76,7 +75,7 @@ def test_peak_with_numbers_that_are_not_finite_is_not_above_the_estimate(axes: s
 
 def test_peak_of_every_output_of_a_large_problem_is_not_above_the_estimate() -> None:
     problem = make_problem(batch=1, num_heads=2, seq_len_q=1500, seq_len_kv=1500, head_dim=32, outputs=OUTPUTS, top_k=3)
-    assert estimate(problem, device_type="cpu").peak_bytes > 64 * MIB
+    assert prepare(problem, device_type="cpu").cost.peak_bytes > 64 * MIB
     assert_holds(problem)
 
 
@@ -89,7 +88,7 @@ def test_peak_of_a_weighted_sum_is_not_above_the_estimate(shape: tuple[int, ...]
 
 def test_flops_are_two_for_each_product_and_nothing_is_off_for_masks() -> None:
     problem = make_problem(batch=3, num_kv_heads=2, head_dim=8, head_dim_v=6, causal="lower_right")
-    assert estimate(problem, device_type="cpu").flops == 2 * 3 * 4 * 5 * 7 * (8 + 6)
+    assert prepare(problem, device_type="cpu").cost.flops == 2 * 3 * 4 * 5 * 7 * (8 + 6)
 
 
 @pytest.mark.parametrize("asked", ASKED)
@@ -98,7 +97,7 @@ def test_output_bytes_are_those_of_the_answer(asked: str) -> None:
     problem = make_problem(**ASKED[asked], **heads)
     result = Engine().attend(problem)
     output_bytes = sum(tensor.nbytes for tensor in result.outputs.values())
-    assert estimate(problem, device_type="cpu").output_bytes == output_bytes
+    assert prepare(problem, device_type="cpu").cost.output_bytes == output_bytes
 
 
 def test_estimate_of_a_shape_alone_allocates_nothing() -> None:
@@ -106,4 +105,4 @@ def test_estimate_of_a_shape_alone_allocates_nothing() -> None:
     mask = torch.empty(64, 64, 2**20, 2**20, dtype=torch.bool, device="meta")
     problem = AttentionProblem(query, allow_mask=mask, key_lengths=torch.empty(64, dtype=torch.int64, device="meta"))
     assert peak_bytes_of(lambda: estimate(problem, device_type="cpu")) < MIB
-    assert estimate(problem, device_type="cpu").peak_bytes > 2**52
+    assert prepare(problem, device_type="cpu").cost.peak_bytes > 2**52

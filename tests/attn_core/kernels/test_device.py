@@ -10,10 +10,10 @@ import torch
 
 from attn_core import AttentionProblem, AttentionResult, Engine
 from attn_core.canonical import CanonicalProblem, canonicalize
-from attn_core.engine import estimate
 from attn_core.hazards import Hazards, touched_rows, without_hazards
 from attn_core.kernels import choose_path, fused, manual
 from attn_core.kernels.output import without_pairs
+from attn_core.prepared import prepare
 from attn_core.problem import OUTPUTS
 from tests.support.factory import DTYPES, features, make_problem, with_tensors
 from tests.support.oracle import assert_matches_reference, assert_same_bits, same_bits
@@ -77,7 +77,7 @@ def test_path_on_a_gpu_is_chosen_from_metadata(change: dict[str, Any], reason: s
     path, why = choose_path(canonicalize(problem), None, device_type="cuda")
     assert reason in why
     assert path == ("fused" if reason.startswith("context") else "manual")
-    assert estimate(problem, device_type="cuda").peak_bytes > 0
+    assert prepare(problem, device_type="cuda").cost.peak_bytes > 0
 
 
 @pytest.mark.cuda
