@@ -17,7 +17,8 @@ from attn_core import (
     WeightedSumProblem,
     check_problem,
 )
-from attn_core.engine import THREADS_FROM_FLOPS, estimate
+from attn_core.engine import THREADS_FROM_FLOPS
+from attn_core.prepared import prepare
 from attn_core.problem import OUTPUTS
 from tests.support.factory import DTYPES, features, make_problem, make_tensor, with_tensors
 from tests.support.oracle import assert_matches_reference, assert_same_bits
@@ -181,7 +182,7 @@ def test_warm_up_runs_and_leaves_nothing_behind() -> None:
 
 def test_estimate_is_what_the_result_reports() -> None:
     for problem in assorted():
-        cost, result = estimate(problem, device_type="cpu"), Engine().attend(problem)
+        cost, result = prepare(problem, device_type="cpu").cost, Engine().attend(problem)
         assert (cost.peak_bytes, cost.flops) == (result.peak_bytes, result.flops)
 
 
@@ -201,7 +202,7 @@ def test_weighted_sum_is_the_plain_product(shape: tuple[int, ...], dtype: torch.
     assert context.dtype == dtype and context.shape == expected.shape
     torch.testing.assert_close(context.double(), expected, rtol=2 * eps, atol=16 * eps)
     assert result.nonfinite_rows == 0
-    assert estimate(WeightedSumProblem(weights, value), device_type="cpu").output_bytes == context.nbytes
+    assert prepare(WeightedSumProblem(weights, value), device_type="cpu").cost.output_bytes == context.nbytes
 
 
 def test_weighted_sum_lets_nan_through_a_weight_of_zero() -> None:
