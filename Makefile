@@ -29,6 +29,10 @@ format: $(VENV)/.installed-dev ## put the code into form
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+.PHONY: proto
+proto: $(VENV)/.installed-dev ## write descriptor and stubs of the Open Inference Protocol anew
+	cd service/wire && ../../$(BIN)/python -m grpc_tools.protoc -I . --descriptor_set_out=open_inference.desc --pyi_out=. open_inference.proto
+
 bench: $(VENV)/.installed-dev ## measure the service against its limits, in one run
 	$(BIN)/python -m tests.benchmarks.serving
 

@@ -17,7 +17,7 @@ from attn_core.prepared import PlainForm, Prepared, Problem
 from attn_core.problem import AttentionResult
 from service.admission import Admission
 from service.deadline import Clock, Deadline
-from service.errors import DeadlinePassed
+from service.errors import DeadlinePassed, QueueTimeout
 from service.pace import Pace
 from service.request_queue import Answer, Outcome, Pending, RequestQueue
 
@@ -73,12 +73,19 @@ class Attend:
         return self._queue.wait_s(is_large=False)
 
     async def attend(
-        self, problem: Problem, deadline: Deadline, *, answer_bytes: Callable[[Prepared], int], held: Any = None
+        self,
+        problem: Problem,
+        deadline: Deadline,
+        *,
+        answer_bytes: Callable[[Prepared], int],
+        held: Any = None,
+        max_queue_s: float | None = None,
     ) -> Answer:
         """Answer one checked problem, or raise why not.
 
-        ``answer_bytes`` gives what the encoded answer takes besides. Raises: InvalidProblem, TooLarge, Overloaded,
-        Unavailable, DeadlinePassed. Cancelled, it frees its place.
+        ``answer_bytes`` gives what the encoded answer takes besides, and may refuse; ``max_queue_s`` is how long the
+        problem may wait until it is begun. Raises: InvalidProblem, TooLarge, Overloaded, Unavailable, DeadlinePassed,
+        QueueTimeout. Cancelled, it frees its place.
         """
         prepared = self._prepare(problem)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -91,7 +98,14 @@ class Attend:
             else:
                 future.set_result(outcome)
 
-        waiting = self.begin(prepared, deadline, more_bytes=answer_bytes(prepared), deliver=deliver, held=held)
+        waiting = self.begin(
+            prepared,
+            deadline,
+            more_bytes=answer_bytes(prepared),
+            deliver=deliver,
+            held=held,
+            max_queue_s=max_queue_s,
+        )
         try:
             return await future
         finally:
@@ -110,6 +124,7 @@ class Attend:
         more_bytes: int,
         deliver: Callable[[Outcome], None],
         held: Any = None,
+        max_queue_s: float | None = None,
     ) -> Waiting | None:
         """Answer at once and give None, or enqueue; ``deliver`` is called once, unless ``Waiting.end`` comes first.
 
@@ -142,7 +157,7 @@ class Attend:
             self._is_helping = True
             self._helped_at = self._clock()
             asyncio.get_running_loop().call_soon(self._help)
-        return Waiting(pending, self._queue, self._admission)
+        return Waiting(pending, self._queue, self._admission, max_queue_s=max_queue_s)
 
     def _help(self) -> None:
         """Compute the first that waits, if it is short, once in each turn of the loop for as long as any waits, and as
@@ -265,14 +280,16 @@ class Attend:
 class Waiting:
     """One problem in the queue or with the engine: its place, its memory and its deadline, until ``end``."""
 
-    def __init__(self, pending: Pending, queue: RequestQueue, admission: Admission) -> None:
+    def __init__(
+        self, pending: Pending, queue: RequestQueue, admission: Admission, *, max_queue_s: float | None = None
+    ) -> None:
         self._pending = pending
         self._queue = queue
         self._admission = admission
         self._is_over = self._was_waiting = False
-        self._timer = asyncio.get_running_loop().call_later(
-            max(0.0, pending.deadline.remaining_s), self._deadline_passed
-        )
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(max(0.0, pending.deadline.remaining_s), self._deadline_passed)
+        self._queue_timer = None if max_queue_s is None else loop.call_later(max_queue_s, self._queued_too_long)
 
     @property
     def is_computing(self) -> bool:
@@ -285,8 +302,11 @@ class Waiting:
             return
         self._is_over = True
         self._timer.cancel()
+        if self._queue_timer is not None:
+            self._queue_timer.cancel()
         self._pending.is_abandoned = True
-        self._was_waiting = not self._pending.is_computed and self._queue.discard(self._pending)
+        if not self._was_waiting:
+            self._was_waiting = not self._pending.is_computed and self._queue.discard(self._pending)
         self._admission.release_memory(self._pending.needed_bytes)
 
     def _deadline_passed(self) -> None:
@@ -295,3 +315,12 @@ class Waiting:
         deliver = self._pending.deliver
         self.end()
         deliver(DeadlinePassed("the deadline passed before the answer was there"))
+
+    def _queued_too_long(self) -> None:
+        if self._is_over or self._pending.is_computed or not self._queue.discard(self._pending):
+            # It is over, or has been begun.
+            return
+        self._was_waiting = True
+        deliver = self._pending.deliver
+        self.end()
+        deliver(QueueTimeout("the request has waited in the queue for as long as its timeout lets it"))

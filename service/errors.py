@@ -36,6 +36,18 @@ class NotFound(ServiceError):
     """No such path."""
 
 
+class AlreadyExists(ServiceError):
+    """The name is taken."""
+
+
+class NotServed(ServiceError):
+    """A part of a protocol that this service does not speak, or that its settings switch off."""
+
+
+class Unauthenticated(ServiceError):
+    """Keys are set, and the caller brought none of them."""
+
+
 class MethodNotServed(ServiceError):
     """The path is there, the method is not. ``allow`` lists those that are."""
 
@@ -83,3 +95,7 @@ class DeadlinePassed(ServiceError):
     def __init__(self, message: str, *, at_once: bool = False) -> None:
         self.at_once = at_once
         super().__init__(message)
+
+
+class QueueTimeout(DeadlinePassed):
+    """The request has waited for as long as its caller lets it wait in the queue."""

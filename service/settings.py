@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -36,6 +37,7 @@ class Settings(BaseSettings):
 
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for all")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
+    grpc_port: int = Field(8001, ge=0, le=65535, description="port of gRPC; 0 lets the system choose")
     device: str = Field(
         "auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
@@ -54,6 +56,12 @@ class Settings(BaseSettings):
         ge=0,
         le=64,
         description="processes for long JSON; unset: 1 on up to two cores, else 2; 0: the server reads it, all wait",
+    )
+    max_grpc_answer_bytes: int = Field(
+        2**31 - 1,
+        ge=1024,
+        le=2**31 - 1,
+        description="largest answer over gRPC; clients have a limit of their own, 4 MiB where nothing else is said",
     )
     max_body_bytes_inside: int = Field(
         2 * 2**30, ge=1024, description="bodies and answers inside together; one request alone is always let in"
@@ -80,6 +88,20 @@ class Settings(BaseSettings):
     )
     drain_timeout_s: float = Field(
         30.0, gt=0, le=86400, description="after SIGTERM the longest wait for requests inside"
+    )
+    shared_memory: bool = Field(
+        False, description="whether clients on this machine may register POSIX shared memory, for tensors under /v2"
+    )
+    api_keys: str | None = Field(
+        None, description="keys with commas between, one of which each caller must bring; unset: nobody is asked for one"
+    )
+    api_keys_file: Path | None = Field(None, description="a file of such keys, one a line")
+    tls_certificate_file: Path | None = Field(
+        None, description="PEM file of the certificate and its chain: both doors then speak TLS alone"
+    )
+    tls_key_file: Path | None = Field(None, description="PEM file of the certificate's private key")
+    tls_client_ca_file: Path | None = Field(
+        None, description="PEM file of authorities: callers must then bring a certificate that one of them signed"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug logs every request")
     log_format: Literal["json", "text"] = Field("json", description="one JSON object a line, or text")
