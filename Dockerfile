@@ -56,14 +56,16 @@ ENV PATH=/opt/attn/bin:${PATH} \
     USER=attn \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     ATTN_HOST=0.0.0.0 \
-    ATTN_PORT=8000
+    ATTN_PORT=8000 \
+    ATTN_GRPC_PORT=8001
 WORKDIR /tmp
 USER 10001:10001
-EXPOSE 8000
+EXPOSE 8000 8001
 STOPSIGNAL SIGTERM
-# http.client and not urllib: a proxy named in the environment must not be asked for our own port.
+# http.client and not urllib: a proxy named in the environment must not be asked for our own port. Its own certificate is
+# nothing that it must look at; where callers need one, it has none to show, and another check takes its place.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
-    CMD ["python", "-c", "import os, sys, http.client; door = http.client.HTTPConnection('127.0.0.1', int(os.environ['ATTN_PORT']), timeout=4); door.request('GET', '/readyz'); sys.exit(door.getresponse().status != 200)"]
+    CMD ["python", "-c", "import os, ssl, sys, http.client; at = {'host': '127.0.0.1', 'port': int(os.environ['ATTN_PORT']), 'timeout': 4}; door = http.client.HTTPSConnection(context=ssl._create_unverified_context(), **at) if os.environ.get('ATTN_TLS_CERTIFICATE_FILE') else http.client.HTTPConnection(**at); door.request('GET', '/readyz'); sys.exit(door.getresponse().status != 200)"]
 # tini reaps and hands SIGTERM on; the service drains and exits 0.
 ENTRYPOINT ["/usr/bin/tini", "--"]
 CMD ["attn", "serve"]

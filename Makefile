@@ -39,7 +39,8 @@ bench: $(VENV)/.installed-dev ## measure the service against its limits, in one 
 .PHONY: bench-peers
 bench-peers: $(VENV)/.installed-dev ## measure it beside other servers too; installs them outside the repository
 	$(BIN)/python -m tests.benchmarks.peers.install
-	$(BIN)/python -m tests.benchmarks.serving --peers all
+	$(BIN)/python -m tests.benchmarks.serving --cells usual,v2 --peers all
+	$(BIN)/python -m tests.benchmarks.perf_analyzer
 
 .PHONY: soak
 soak: $(VENV)/.installed-dev ## the long trials: equal bits in company, overload, disconnects, text beside binary

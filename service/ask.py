@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import ssl
 import zipfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,57 @@ class Refused(AskError):
         super().__init__(f"{problem.get('status')}: {problem.get('title')} ({problem.get('detail')})")
 
 
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What a service may want to see, and by what it is known itself; ``ca`` None: by what this machine trusts."""
+
+    key: str | None = None
+    ca: Path | None = None
+    certificate: Path | None = None
+    certificate_key: Path | None = None
+
+    def headers(self) -> dict[str, str]:
+        """Raises: AskError, which does not show the key."""
+        key = (self.key or "").strip()
+        if not key:
+            return {}
+        if not (key.isascii() and key.isprintable()):
+            raise AskError("the key has characters that no key has: keys are printable ASCII")
+        return {"authorization": f"Bearer {key}"}
+
+    def tls(self) -> ssl.SSLContext | bool:
+        """As httpx takes it. Raises: AskError naming the file."""
+        if self.certificate_key is not None and self.certificate is None:
+            raise AskError("--cert-key needs --cert")
+        if self.ca is None and self.certificate is None:
+            return True
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+        except OSError as error:
+            raise AskError(f"--ca {self.ca}: {error.strerror or error}") from None
+        if self.certificate is not None:
+            try:
+                context.load_cert_chain(self.certificate, self.certificate_key, password="")
+            except OSError as error:
+                files = f"--cert {self.certificate}" + (
+                    f" --cert-key {self.certificate_key}" * bool(self.certificate_key)
+                )
+                raise AskError(f"{files}: {error.strerror or error}") from None
+        return context
+
+
+NOBODY = Credentials()
+
+
 def ask(
-    files: Sequence[str], *, url: str, path: str, options: Sequence[str], outputs: str | None, save: Path | None
+    files: Sequence[str],
+    *,
+    url: str,
+    path: str,
+    options: Sequence[str],
+    outputs: str | None,
+    save: Path | None,
+    credentials: Credentials = NOBODY,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The outputs and ``info`` of one problem. Raises: AskError, Refused."""
     if save is not None and save.suffix not in SAVABLE:
@@ -47,9 +98,10 @@ def ask(
     given = _read_options(options, outputs)
     body, content_type = _read_problem(files, given)
     accept = JSON if save is not None and save.suffix == ".json" else SAFETENSORS
-    headers = {"content-type": content_type, "accept": accept, "accept-encoding": "identity"}
+    headers = {"content-type": content_type, "accept": accept, "accept-encoding": "identity", **credentials.headers()}
+    tls = credentials.tls()
     try:
-        answer = httpx.post(f"{url.rstrip('/')}{path}", content=body, headers=headers, timeout=None)
+        answer = httpx.post(f"{url.rstrip('/')}{path}", content=body, headers=headers, verify=tls, timeout=None)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise AskError(f"no answer from {url}: {error}") from None
     if answer.status_code != 200:

@@ -34,13 +34,16 @@ BAD_SETTINGS, BAD_START = 2, 1
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on (ATTN_HOST).")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on (ATTN_PORT).")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="Port of gRPC (ATTN_GRPC_PORT).")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N (ATTN_DEVICE).")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error (ATTN_LOG_LEVEL).")] = None,
     log_format: Annotated[str | None, typer.Option(help="json or text (ATTN_LOG_FORMAT).")] = None,
 ) -> None:
     """Start the service."""
     try:
-        settings = read_settings(host=host, port=port, device=device, log_level=log_level, log_format=log_format)
+        settings = read_settings(
+            host=host, port=port, grpc_port=grpc_port, device=device, log_level=log_level, log_format=log_format
+        )
     except SettingsError as error:
         for reason in error.reasons:
             print(f"attn: {reason}", file=sys.stderr)
@@ -49,6 +52,8 @@ def serve(
     # first process of a container would not even notice.
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, _leave)
+    # Read as gRPC is imported: its own lines on stderr have another form than ours, and say nothing that we do not.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # Only now: torch takes seconds to import, and a wrong setting should be told at once.
     from service import main
 
@@ -71,14 +76,32 @@ def ask(
     outputs: Annotated[str | None, typer.Option(help="What to ask for, such as context,weights.")] = None,
     weighted_sum: Annotated[bool, typer.Option("--weighted-sum", help="weights and value are given.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the answer to a .json, .npz or .safetensors file.")] = None,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="ATTN_CLIENT_KEY", help="A key, if the service asks for one; the variable shows it to fewer."
+        ),
+    ] = None,
+    ca: Annotated[Path | None, typer.Option(help="PEM file of the authorities by which to know the service.")] = None,
+    cert: Annotated[Path | None, typer.Option(help="PEM file of a certificate to show the service.")] = None,
+    cert_key: Annotated[Path | None, typer.Option(help="PEM file of its key, if that lies apart.")] = None,
 ) -> None:
     """Send one problem from files and print or save the answer."""
     from service import ask as asking
 
     console, errors = Console(), Console(stderr=True)
     path = "/v1/weighted_sum" if weighted_sum else "/v1/attention"
+    credentials = asking.Credentials(key=key, ca=ca, certificate=cert, certificate_key=cert_key)
     try:
-        tensors, info = asking.ask(files, url=url, path=path, options=option or [], outputs=outputs, save=save)
+        tensors, info = asking.ask(
+            files,
+            url=url,
+            path=path,
+            options=option or [],
+            outputs=outputs,
+            save=save,
+            credentials=credentials,
+        )
     except asking.Refused as error:
         asking.show_refusal(error.problem, errors)
         raise typer.Exit(1) from None

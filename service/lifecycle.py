@@ -32,6 +32,7 @@ class Lifecycle:
     def __init__(self) -> None:
         self.state = State.STARTING
         self._moving = threading.Lock()
+        self._watchers: list[Callable[[], object]] = []
         self._inside: dict[object, Callable[[], object]] = {}
         self._given_up: set[object] = set()
         self._stop_asked = asyncio.Event()
@@ -47,6 +48,10 @@ class Lifecycle:
     def is_ready(self) -> bool:
         return self.state is State.READY
 
+    def watch(self, call: Callable[[], object]) -> None:
+        """Have ``call`` called after each change of ``state``, in whichever thread makes it."""
+        self._watchers.append(call)
+
     def mark_ready(self) -> None:
         self._move(State.READY, State.STARTING)
 
@@ -60,7 +65,9 @@ class Lifecycle:
             if self.state not in origins:
                 return False
             self.state = state
-            return True
+        for call in self._watchers:
+            call()
+        return True
 
     def check_open(self) -> None:
         """Raises: Draining, Unavailable when nothing new is taken."""

@@ -10,12 +10,14 @@ import logging
 import math
 import os
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import grpc
 import torch
 import uvicorn
 import uvloop
@@ -27,23 +29,31 @@ from attn_core.prepared import prepare
 from service import host as machine
 from service.admission import UNASKED_BYTES, Admission
 from service.attend import Attend
+from service.authentication import Authentication
 from service.batcher import Batcher
 from service.calibration import measure_rates
 from service.deliveries import Deliveries
+from service.doors import tls
 from service.doors.acceptor import Acceptor
 from service.doors.asgi_protocol import AsgiProtocol
 from service.doors.binary import BinaryDoor
 from service.doors.http_protocol import HttpProtocol
+from service.doors.inference import Inference
 from service.doors.receive_buffers import LANDING_BYTES, ReceiveBuffer, ReceiveBuffers
 from service.doors.rest import Parts, RestLimits, build_app
+from service.doors.rpc import RpcDoor, RpcLimits, RpcServer
 from service.lifecycle import Lifecycle
 from service.pace import Pace
 from service.request_queue import RequestQueue
 from service.settings import Settings
+from service.shared_memory import SharedMemory
+from service.statistics import Statistics
 from service.telemetry import Metrics, set_up_logging
 from service.text_workers import TextWorkers
 from service.wire.arrays import Limits
+from service.wire.inference_models import Models
 from service.wire.plain_recipes import PlainRecipes
+from service.wire.proto_recipes import ProtoRecipes
 from service.wire.requests import ReadLimits
 
 log = logging.getLogger("attn.main")
@@ -52,6 +62,8 @@ BUDGET_SHARE = 0.8
 """The share of free memory that one problem may need where no budget is set."""
 ENGINE_STOP_S = 2.0
 BACKLOG = 2048
+MORE_CALLS = 256
+"""Calls of gRPC besides those that are work: somebody asks how the service is."""
 MAX_FREE_BUFFER_BYTES = 64 * 2**20
 SWITCH_INTERVAL_S = 1e-3
 """How long a thread may keep the interpreter while another waits; an engine's thread needs it after each kernel."""
@@ -117,8 +129,38 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def rpc_address(host: str, port: int) -> str:
+    """An address as gRPC takes it. Raises: StartError naming one that cannot be had, as gRPC would not say why."""
+    with listen(host, port) as listener:
+        own_host = listener.getsockname()[0]
+    return f"[{own_host}]:{port}" if ":" in own_host else f"{own_host}:{port}"
+
+
+def read_tls(settings: Settings) -> tuple[ssl.SSLContext, grpc.ServerCredentials] | None:
+    """What the HTTP door and the gRPC door greet their callers with; None where no certificate is set.
+
+    Raises: StartError naming the file that is none.
+    """
+    certificate, key = settings.tls_certificate_file, settings.tls_key_file
+    if certificate is None or key is None:
+        return None
+    files = {"certificate": certificate, "key": key, "client_ca": settings.tls_client_ca_file}
+    try:
+        return tls.http_context(**files), tls.grpc_credentials(**files)
+    except tls.UnusableCertificate as error:
+        raise StartError(f"cannot speak TLS: {error}") from None
+
+
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers: they would close the port first and raise the signal again at the end."""
+
+    def __init__(
+        self, config: uvicorn.Config, *, tls: ssl.SSLContext | None = None, handshake_timeout_s: float | None = None
+    ) -> None:
+        super().__init__(config)
+        # uvicorn would make one of its own, with ciphers of its own.
+        self._tls = tls
+        self._handshake_timeout_s = handshake_timeout_s
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -135,7 +177,10 @@ class _Server(uvicorn.Server):
             app_state=self.lifespan.state,
             _loop=asyncio.get_running_loop(),
         )
-        servers: Any = [Acceptor(listener, make, tls=self.config.ssl) for listener in sockets or []]
+        servers: Any = [
+            Acceptor(listener, make, tls=self._tls, handshake_timeout_s=self._handshake_timeout_s)
+            for listener in sockets or []
+        ]
         self.servers = servers
         self.started = True
 
@@ -152,6 +197,8 @@ class Composition:
     admission: Admission
     metrics: Metrics
     text_workers: TextWorkers
+    inference: Inference
+    rpc: RpcDoor
 
 
 def compose(
@@ -235,26 +282,58 @@ def compose(
         max_queue_requests=settings.max_queue_requests,
         memory_bytes=allowed_bytes,
     )
+    inference = Inference(
+        attend=attend,
+        lifecycle=lifecycle,
+        metrics=metrics,
+        models=Models(),
+        statistics=Statistics(),
+        shared_memory=SharedMemory(is_enabled=settings.shared_memory),
+        read_limits=limits.read,
+        default_timeout_s=settings.request_timeout_s,
+        version=service_version(),
+    )
+    authentication = Authentication(settings.keys())
+    recipes = PlainRecipes(device=str(device))
     app = build_app(
         Parts(
             attend=attend,
             admission=admission,
             lifecycle=lifecycle,
+            authentication=authentication,
             metrics=metrics,
             limits=limits,
             version=service_version(),
             device=str(device),
             text_workers=text_workers,
+            inference=inference,
+            recipes=recipes,
         )
     )
+    buffers = ReceiveBuffers(max_free_bytes=MAX_FREE_BUFFER_BYTES)
     door = BinaryDoor(
         attend=attend,
         admission=admission,
         lifecycle=lifecycle,
+        authentication=authentication,
         metrics=metrics,
         limits=limits,
-        buffers=ReceiveBuffers(max_free_bytes=MAX_FREE_BUFFER_BYTES),
-        recipes=PlainRecipes(device=str(device)),
+        buffers=buffers,
+        recipes=recipes,
+        statistics=inference.statistics,
+    )
+    rpc = RpcDoor(
+        inference=inference,
+        attend=attend,
+        admission=admission,
+        authentication=authentication,
+        buffers=buffers,
+        recipes=ProtoRecipes(device=str(device)),
+        limits=RpcLimits(
+            max_answer_bytes=settings.max_grpc_answer_bytes,
+            default_timeout_s=settings.request_timeout_s,
+            write_timeout_s=settings.write_timeout_s,
+        ),
     )
     return Composition(
         app=app,
@@ -265,12 +344,26 @@ def compose(
         admission=admission,
         metrics=metrics,
         text_workers=text_workers,
+        inference=inference,
+        rpc=rpc,
+    )
+
+
+def make_rpc_server(parts: Composition, settings: Settings) -> RpcServer:
+    """grpc.aio around the door for it."""
+    return RpcServer(
+        parts.rpc,
+        max_message_bytes=settings.max_body_bytes,
+        max_answer_bytes=settings.max_grpc_answer_bytes,
+        max_calls=settings.max_requests_inside + MORE_CALLS,
     )
 
 
 def make_server(parts: Composition, settings: Settings) -> uvicorn.Server:
     """uvicorn around the app; the caller hands it a listener, and says when to stop by ``should_exit``."""
     landing = ReceiveBuffer(LANDING_BYTES)
+    both = read_tls(settings)
+    context = None if both is None else both[0]
 
     def make_protocol(
         config: uvicorn.Config,
@@ -288,7 +381,7 @@ def make_server(parts: Composition, settings: Settings) -> uvicorn.Server:
                 give_back=None if binary is None else binary.take_back,
             )
 
-        if config.is_ssl:
+        if context is not None:
             # Under TLS the loop does not say how much of an answer is still to be sent, by which the road for binary
             # bodies knows who does not read.
             return make_asgi()
@@ -314,7 +407,9 @@ def make_server(parts: Composition, settings: Settings) -> uvicorn.Server:
             timeout_keep_alive=max(1, round(settings.keep_alive_s)),
             timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
             backlog=BACKLOG,
-        )
+        ),
+        tls=context,
+        handshake_timeout_s=settings.head_timeout_s,
     )
 
 
@@ -333,14 +428,22 @@ async def _serve(settings: Settings, device: torch.device, listener: socket.sock
         has_large_worker=on_cpu,
     )
     lifecycle, server = parts.lifecycle, make_server(parts, settings)
+    rpc = make_rpc_server(parts, settings)
     lifecycle.listen_for_signals()
+    try:
+        secure = read_tls(settings)
+        address = rpc_address(settings.host, settings.grpc_port)
+        grpc_port = await rpc.start(address, None if secure is None else secure[1])
+    except RuntimeError as error:
+        raise StartError(f"cannot listen on {settings.host}:{settings.grpc_port}: {error}") from None
     # What is there now stays: a collection of garbage need not look at it, which would take a tenth of a second.
     gc.collect()
     gc.freeze()
     parts.batcher.start()
     parts.text_workers.start()
     host, port = listener.getsockname()[:2]
-    log.info("listening", extra={"fields": {"host": host, "port": port, "device": str(device), "threads": threads}})
+    fields = {"host": host, "port": port, "grpc_port": grpc_port, "device": str(device), "threads": threads}
+    log.info("listening", extra={"fields": fields})
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     stop = asyncio.create_task(lifecycle.wait_until_asked_to_stop())
     await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -348,6 +451,7 @@ async def _serve(settings: Settings, device: torch.device, listener: socket.sock
     loop = asyncio.get_running_loop()
     end = loop.time() + settings.drain_timeout_s
     given_up = await lifecycle.drain(notice_s=settings.drain_notice_s, timeout_s=settings.drain_timeout_s)
+    stopping = asyncio.create_task(rpc.stop(max(1.0, end - loop.time())))
     if server.started:
         for accepting in server.servers:
             accepting.close()
@@ -356,7 +460,7 @@ async def _serve(settings: Settings, device: torch.device, listener: socket.sock
     server.config.timeout_graceful_shutdown = max(1, math.ceil(end - loop.time()))
     server.should_exit = True
     await serving
-    unsent = len(server.server_state.connections)
+    unsent = len(server.server_state.connections) + await stopping
     is_lost = parts.batcher.is_lost
     lifecycle.mark_stopped()
     lifecycle.ignore_signals()

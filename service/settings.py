@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 PREFIX = "ATTN_"
-CLIENT_VARIABLES = frozenset({"ATTN_URL"})
+CLIENT_VARIABLES = frozenset({"ATTN_URL", "ATTN_CLIENT_KEY"})
 """Read by clients: known, and nothing to the server."""
 
 _KUBERNETES = re.compile(r"ATTN_(.*_)?(SERVICE_(HOST|PORT.*)|PORT_\d+_(TCP|UDP|SCTP).*)")
@@ -20,6 +20,9 @@ _LINK = ("tcp://", "udp://", "sctp://")
 _LINKS_ADVICE = (
     "Kubernetes sets it in every pod beside a Service called attn: put `enableServiceLinks: false` into the pod's spec"
 )
+_KEY = re.compile(r"[!-+\--~]{1,512}")
+_KEY_ADVICE = "a key has 1 to 512 printable ASCII characters, without spaces and commas"
+_NEVER_SHOWN = frozenset({"api_keys"})
 
 
 class SettingsError(Exception):
@@ -92,8 +95,9 @@ class Settings(BaseSettings):
     shared_memory: bool = Field(
         False, description="whether clients on this machine may register POSIX shared memory, for tensors under /v2"
     )
-    api_keys: str | None = Field(
-        None, description="keys with commas between, one of which each caller must bring; unset: nobody is asked for one"
+    api_keys: SecretStr | None = Field(
+        None,
+        description="keys with commas between, one of which each caller must bring; unset: nobody is asked for one",
     )
     api_keys_file: Path | None = Field(None, description="a file of such keys, one a line")
     tls_certificate_file: Path | None = Field(
@@ -106,12 +110,47 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug logs every request")
     log_format: Literal["json", "text"] = Field("json", description="one JSON object a line, or text")
 
+    _keys: tuple[str, ...] = PrivateAttr(default=())
+
+    def keys(self) -> tuple[str, ...]:
+        """Every key, of the variable and of the file as it was at the start; none: nobody is asked for one."""
+        return self._keys
+
+    @field_validator("api_keys")
+    @classmethod
+    def _keys_are_keys(cls, text: SecretStr | None) -> SecretStr | None:
+        _keys_of_text(text)
+        return text
+
+    @field_validator("api_keys_file")
+    @classmethod
+    def _file_has_keys(cls, file: Path | None) -> Path | None:
+        _keys_of_file(file)
+        return file
+
+    @field_validator("tls_certificate_file", "tls_key_file", "tls_client_ca_file")
+    @classmethod
+    def _file_can_be_read(cls, file: Path | None) -> Path | None:
+        if file is not None:
+            _read(file)
+        return file
+
     @model_validator(mode="after")
-    def _deadlines_agree(self) -> Settings:
+    def _agree(self) -> Settings:
+        reasons = []
         if self.request_timeout_s > self.max_timeout_s:
-            raise ValueError(
+            reasons.append(
                 f"ATTN_REQUEST_TIMEOUT_S {self.request_timeout_s:g} is over ATTN_MAX_TIMEOUT_S {self.max_timeout_s:g}"
             )
+        if self.port == self.grpc_port != 0:
+            reasons.append(f"ATTN_PORT and ATTN_GRPC_PORT are both {self.port}: each door needs a port of its own")
+        if (self.tls_certificate_file is None) != (self.tls_key_file is None):
+            reasons.append("ATTN_TLS_CERTIFICATE_FILE and ATTN_TLS_KEY_FILE go together, and only one of them is set")
+        elif self.tls_client_ca_file is not None and self.tls_certificate_file is None:
+            reasons.append("ATTN_TLS_CLIENT_CA_FILE needs ATTN_TLS_CERTIFICATE_FILE and ATTN_TLS_KEY_FILE")
+        if reasons:
+            raise ValueError("; ".join(reasons))
+        self._keys = (*_keys_of_text(self.api_keys), *_keys_of_file(self.api_keys_file))
         return self
 
 
@@ -142,11 +181,11 @@ def read_settings(environment: Mapping[str, str] | None = None, **overrides: Any
             if not wrong["loc"]:
                 reasons.append(str(wrong["msg"]).removeprefix("Value error, "))
                 continue
-            name = PREFIX + str(wrong["loc"][0]).upper()
+            field = str(wrong["loc"][0])
+            said = str(wrong["msg"]).removeprefix("Value error, ")
+            received = "" if field in _NEVER_SHOWN else f", received {wrong['input']!r}"
             advice = f"; {_LINKS_ADVICE}" if str(wrong["input"]).startswith(_LINK) else ""
-            reasons.append(
-                f"{name}: {wrong['msg'][:1].lower() + wrong['msg'][1:]}, received {wrong['input']!r}{advice}"
-            )
+            reasons.append(f"{PREFIX}{field.upper()}: {said[:1].lower() + said[1:]}{received}{advice}")
     if reasons or settings is None:
         raise SettingsError(reasons)
     return settings
@@ -165,6 +204,40 @@ class _Given(Settings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (init_settings,)
+
+
+def _keys_of_text(text: SecretStr | None) -> list[str]:
+    """The keys between commas. Raises: ValueError, which shows none of them."""
+    if text is None:
+        return []
+    keys = [key.strip() for key in text.get_secret_value().split(",")]
+    for number, key in enumerate(keys, start=1):
+        if not _KEY.fullmatch(key):
+            what = f"key {number} of {len(keys)} is {'not one' if key else 'empty'}"
+            raise ValueError(f"{what}: {_KEY_ADVICE}; unset, nobody is asked for a key")
+    return keys
+
+
+def _keys_of_file(file: Path | None) -> list[str]:
+    """The keys of a file, one a line; empty lines and those that begin with # are none. Raises: ValueError."""
+    if file is None:
+        return []
+    # Whatever is not ASCII is no key, in any encoding.
+    lines = [line.strip() for line in _read(file).decode("latin-1").split("\n")]
+    keys = {number: line for number, line in enumerate(lines, start=1) if line and not line.startswith("#")}
+    for number, key in keys.items():
+        if not _KEY.fullmatch(key):
+            raise ValueError(f"line {number} is not a key: {_KEY_ADVICE}")
+    if not keys:
+        raise ValueError("has no key in it; unset, nobody is asked for one")
+    return list(keys.values())
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
 
 
 def describe_settings() -> list[tuple[str, str, str]]:

@@ -11,22 +11,23 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from attn_core.errors import Fault, InvalidProblem
 from service.errors import Malformed
-from service.wire import json_arrays
-from service.wire.arrays import ALIGNMENT_BYTES, STORAGE, FlatTensor, Limits
-from service.wire.json_arrays import Encoding, Names, ReadBody
+from service.wire import inference_text, json_arrays
+from service.wire.arrays import ALIGNMENT_BYTES, STORAGE, Buffer, FlatTensor, Room
 
+FORMATS = (json_arrays, inference_text)
+"""Whose readers and writers a task may bring. Imported here, or the first task would wait for it."""
 NICENESS = 19
 """Below whoever computes: text takes the time that is left, and a tenth of a core where none is."""
 OUT_OF_MEMORY_SCORE = 500
@@ -34,6 +35,26 @@ OUT_OF_MEMORY_SCORE = 500
 KEPT_BYTES = 16 * 2**20
 """A body longer than this is wiped from its region as soon as it was read."""
 _PR_SET_PDEATHSIG = 1
+
+
+class ReadText(Protocol):
+    """What became of a text, besides its tensors, which travel by their place."""
+
+    tensors: dict[Any, FlatTensor]
+
+
+R = TypeVar("R", bound=ReadText)
+R_co = TypeVar("R_co", bound=ReadText, covariant=True)
+
+
+class Reader(Protocol[R_co]):
+    """Takes a text apart, and puts its tensors where ``room`` says. Travels to the worker by its name."""
+
+    def __call__(self, body: Buffer, *, room: Room) -> R_co: ...
+
+
+Writer = Callable[[Mapping[str, FlatTensor]], list[bytes | memoryview]]
+"""Makes the pieces of a text of the tensors of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +84,7 @@ class ReadTask:
     """Take apart the JSON body with which the region begins; tensors go behind it."""
 
     body_bytes: int
-    names: Names
-    limits: Limits
+    read: Reader[ReadText]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +92,7 @@ class WriteTask:
     """Write an answer of tensors that lie in the region; the text goes to ``start``."""
 
     outputs: Mapping[str, Place]
-    info: Mapping[str, Any]
-    encoding: Encoding
+    write: Writer
     start: int
 
 
@@ -88,11 +107,11 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadReply:
+class ReadReply(Generic[R]):
     """``read`` without its tensors, whose places these are; ``end`` is where the used part of the region ends."""
 
-    read: ReadBody
-    places: Mapping[str, Place]
+    read: R
+    places: Mapping[Any, Place]
     end: int
 
 
@@ -118,7 +137,7 @@ class FailedReply:
     report: str
 
 
-Reply = ReadReply | WriteReply | RefusedReply | FailedReply
+Reply = ReadReply[Any] | WriteReply | RefusedReply | FailedReply
 
 
 def aligned(place: int) -> int:
@@ -165,9 +184,9 @@ def answer(task: ReadTask | WriteTask, region: NDArray[np.uint8]) -> Reply:
         return FailedReply(out_of_memory=False, report=traceback.format_exc())
 
 
-def _read(task: ReadTask, region: NDArray[np.uint8]) -> ReadReply:
+def _read(task: ReadTask, region: NDArray[np.uint8]) -> ReadReply[ReadText]:
     room = _Allotment(region, task.body_bytes)
-    read = json_arrays.read(region[: task.body_bytes].data, task.names, task.limits, room)
+    read = task.read(region[: task.body_bytes].data, room=room)
     places = {name: Place.of(tensor, room.start_of(tensor.data)) for name, tensor in read.tensors.items()}
     read.tensors = {}
     return ReadReply(read, places, room.end)
@@ -176,7 +195,7 @@ def _read(task: ReadTask, region: NDArray[np.uint8]) -> ReadReply:
 def _write(task: WriteTask, region: NDArray[np.uint8]) -> WriteReply:
     outputs = {name: place.within(region) for name, place in task.outputs.items()}
     end = task.start
-    for piece in json_arrays.write(outputs, task.info, task.encoding):
+    for piece in task.write(outputs):
         region[end : end + len(piece)] = np.frombuffer(piece, dtype=np.uint8)
         end += len(piece)
     return WriteReply(task.start, end)

@@ -54,19 +54,21 @@ from service.text_process import (
     KEPT_BYTES,
     FailedReply,
     Place,
+    R,
+    Reader,
     ReadReply,
     ReadTask,
     RefusedReply,
     Reply,
     Request,
+    Writer,
     WriteReply,
     WriteTask,
     aligned,
     room_for_reading,
     wipe,
 )
-from service.wire.arrays import Buffer, FlatTensor, Limits, aligned_room
-from service.wire.json_arrays import Encoding, Names, ReadBody, max_text_bytes
+from service.wire.arrays import Buffer, FlatTensor, aligned_room
 
 log = logging.getLogger("attn.text")
 
@@ -112,18 +114,17 @@ class _Work(Protocol[T_co]):
 
 
 @dataclass(slots=True)
-class _Reading(Generic[T]):
+class _Reading(Generic[R, T]):
     body: Buffer
-    names: Names
-    limits: Limits
-    finish: Callable[[ReadBody], T]
+    read: Reader[R]
+    finish: Callable[[R], T]
 
     def needed_bytes(self) -> int:
         return room_for_reading(len(self.body))
 
     def fill(self, region: NDArray[np.uint8]) -> ReadTask:
         region[: len(self.body)] = np.frombuffer(self.body, dtype=np.uint8)
-        return ReadTask(len(self.body), self.names, self.limits)
+        return ReadTask(len(self.body), self.read)
 
     def take(self, region: NDArray[np.uint8], reply: Reply, *, leave_there: bool) -> T:
         assert isinstance(reply, ReadReply)
@@ -136,14 +137,14 @@ class _Reading(Generic[T]):
 @dataclass(slots=True)
 class _Writing:
     collect: Callable[[], Mapping[str, FlatTensor]]
-    info: Mapping[str, Any]
-    encoding: Encoding
+    write: Writer
+    measure: Callable[[Mapping[str, FlatTensor]], int]
     outputs: Mapping[str, FlatTensor] | None = None
 
     def needed_bytes(self) -> int:
         self.outputs = self.collect()
         tensor_bytes = sum(aligned(tensor.data.nbytes) for tensor in self.outputs.values())
-        return tensor_bytes + max_text_bytes(self.outputs, self.info, self.encoding)
+        return tensor_bytes + self.measure(self.outputs)
 
     def fill(self, region: NDArray[np.uint8]) -> WriteTask:
         assert self.outputs is not None
@@ -153,7 +154,7 @@ class _Writing:
             places[name] = place = Place.of(tensor, end)
             place.within(region).data[:] = tensor.data
             end = aligned(place.end)
-        return WriteTask(places, self.info, self.encoding, end)
+        return WriteTask(places, self.write, end)
 
     def take(self, region: NDArray[np.uint8], reply: Reply, *, leave_there: bool) -> list[bytes | memoryview]:
         assert isinstance(reply, WriteReply)
@@ -467,24 +468,27 @@ class TextWorkers:
         """The processes there are at this moment."""
         return [worker.pid for worker in self._workers if worker.pid is not None]
 
-    async def read(
-        self, body: Buffer, names: Names, limits: Limits, deadline: Deadline, *, finish: Callable[[ReadBody], T]
-    ) -> T:
+    async def read(self, body: Buffer, read: Reader[R], deadline: Deadline, *, finish: Callable[[R], T]) -> T:
         """What ``finish`` makes of a JSON body taken apart; its arrays lie in memory that is theirs while they live.
 
-        ``finish`` runs in a thread. Raises: Malformed, InvalidProblem, Unavailable, DeadlinePassed, and as it does.
+        ``read`` is a function of the formats, or a partial of one; ``finish`` runs in a thread. Raises: Malformed,
+        InvalidProblem, Unavailable, DeadlinePassed, and as it does.
         """
-        return await self._do(_Reading(body, names, limits, finish), deadline)
+        return await self._do(_Reading(body, read, finish), deadline)
 
     async def write(
         self,
         collect: Callable[[], Mapping[str, FlatTensor]],
-        info: Mapping[str, Any],
-        encoding: Encoding,
+        write: Writer,
+        measure: Callable[[Mapping[str, FlatTensor]], int],
         deadline: Deadline,
     ) -> list[bytes | memoryview]:
-        """An answer as the pieces of its text. ``collect`` runs in a thread. Raises: Unavailable, DeadlinePassed."""
-        return await self._do(_Writing(collect, info, encoding), deadline)
+        """An answer as the pieces of its text, of at most as many bytes as ``measure`` says.
+
+        ``write`` is a function of the formats, or a partial of one; ``collect`` and ``measure`` run in a thread.
+        Raises: Unavailable, DeadlinePassed.
+        """
+        return await self._do(_Writing(collect, write, measure), deadline)
 
     async def _do(self, work: _Work[T], deadline: Deadline) -> T:
         assert self.is_running

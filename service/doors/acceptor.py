@@ -31,6 +31,7 @@ class Acceptor:
         make_protocol: Callable[[], asyncio.BaseProtocol],
         *,
         tls: ssl.SSLContext | None = None,
+        handshake_timeout_s: float | None = None,
     ) -> None:
         self._listener = listener
         self._make_protocol = make_protocol
@@ -38,6 +39,7 @@ class Acceptor:
         self._coming: set[asyncio.Task[object]] = set()
         self._is_open = True
         self._tls = tls
+        self._handshake_timeout_s = None if tls is None else handshake_timeout_s
         self._pause: asyncio.TimerHandle | None = None
         listener.setblocking(False)
         self._open()
@@ -76,7 +78,9 @@ class Acceptor:
                     self._loop.remove_reader(self._listener.fileno())
                     self._pause = self._loop.call_later(PAUSE_S, self._open)
                 return
-            coming = self._loop.connect_accepted_socket(self._make_protocol, accepted, ssl=self._tls)
+            coming = self._loop.connect_accepted_socket(
+                self._make_protocol, accepted, ssl=self._tls, ssl_handshake_timeout=self._handshake_timeout_s
+            )
             task = self._loop.create_task(coming)
             self._coming.add(task)
             task.add_done_callback(self._came)

@@ -74,6 +74,15 @@ def is_worth_gzip(pieces: list[bytes | memoryview]) -> bool:
     return len(zlib.compress(sample, GZIP_LEVEL)) <= GZIP_WORTH * len(sample)
 
 
+def deflated(pieces: list[bytes | memoryview]) -> bytes:
+    """In the framing of zlib, which is what HTTP means by deflate."""
+    return _squeezed(pieces, 15)
+
+
 def gzipped(pieces: list[bytes | memoryview]) -> bytes:
-    squeeze = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, 31)
+    return _squeezed(pieces, 31)
+
+
+def _squeezed(pieces: list[bytes | memoryview], window_bits: int) -> bytes:
+    squeeze = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, window_bits)
     return b"".join([*(squeeze.compress(piece) for piece in pieces), squeeze.flush()])

@@ -17,9 +17,16 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from attn_core.errors import Fault
-from service.doors.exchange import ABORT_EXTENSION, LOST_EXTENSION, ClientLost, ExchangeLayer, server_timing
+from service.doors.exchange import (
+    ABORT_EXTENSION,
+    LOST_EXTENSION,
+    PEER_EXTENSION,
+    ClientLost,
+    ExchangeLayer,
+    server_timing,
+)
 from service.doors.peer import PROBE, WATCH_S, has_closed_its_side, is_gone
-from service.doors.problem_details import MEDIA_TYPE, describe
+from service.doors.refusals import refusal_of
 from service.errors import Malformed
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -140,7 +147,11 @@ class AsgiProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._head_bytes = self._fed_bytes = self._body_bytes = 0
         self._is_upgrade = self._is_between = False
-        extensions: Any = {ABORT_EXTENSION: self.transport.abort, LOST_EXTENSION: ClientLost()}
+        extensions: Any = {
+            ABORT_EXTENSION: self.transport.abort,
+            LOST_EXTENSION: ClientLost(),
+            PEER_EXTENSION: self.client,
+        }
         self.scope["extensions"] = extensions
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -220,15 +231,18 @@ class AsgiProtocol(HttpToolsProtocol):
         """Answer and close. A request that is not HTTP has no id yet, and gets one."""
         request_id = uuid.uuid4().hex
         error = Malformed("not HTTP/1.1", faults=[Fault("", "an HTTP/1.1 request", msg.rstrip(". "))])
-        failure, body, _ = describe(error, request_id)
+        # The target is known where something behind it cannot be read.
+        target = getattr(self, "url", b"").decode("latin-1").partition("?")[0]
+        refused = refusal_of(error, request_id, path=target)
         head = (
-            f"HTTP/1.1 {failure.http} Bad Request\r\ncontent-type: {MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\n"
-            f"x-request-id: {request_id}\r\nserver-timing: {server_timing({}).decode()}\r\nconnection: close\r\n\r\n"
+            f"HTTP/1.1 {refused.status} Bad Request\r\ncontent-type: {refused.media_type}\r\n"
+            f"content-length: {len(refused.body)}\r\nx-request-id: {request_id}\r\n"
+            f"server-timing: {server_timing({}).decode()}\r\nconnection: close\r\n\r\n"
         )
-        self.transport.write(head.encode() + body)
+        self.transport.write(head.encode() + refused.body)
         self.transport.close()
         if isinstance(self.app, ExchangeLayer):
-            self.app.count_unreadable(failure.name, len(body))
+            self.app.count_unreadable(refused.failure.name, len(refused.body))
 
     def _start_timer(self) -> None:
         if self._timer is None:

@@ -1,10 +1,12 @@
-"""The binary door: a safetensors body that lies whole in memory, and the pieces of its answer.
+"""The binary door: a binary body that lies whole in memory, and the pieces of its answer.
 
-It does for the road without ASGI what ``rest`` does on the other one, with the same checks, errors and figures.
+It does for the road without ASGI what ``rest`` does on the other one for safetensors, and ``open_inference`` for
+requests of the Open Inference Protocol whose JSON part is known, with the same checks, errors and figures.
 """
 
 from __future__ import annotations
 
+import functools
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -14,38 +16,50 @@ from attn_core.placement import ALIGNMENT_BYTES
 from attn_core.prepared import Prepared
 from service.admission import Admission, BytePermit
 from service.attend import Attend, Waiting
+from service.authentication import Authentication
 from service.deadline import Deadline
 from service.doors.answers import count_answer, info_of, is_worth_gzip, refusal_reason
 from service.doors.exchange import Exchange, record
-from service.doors.problem_details import MEDIA_TYPE as PROBLEM_MEDIA_TYPE
-from service.doors.problem_details import describe
+from service.doors.refusals import refusal_of
 from service.doors.receive_buffers import ReceiveBuffer, ReceiveBuffers
 from service.doors.rest import RestLimits
 from service.lifecycle import Lifecycle
 from service.request_queue import Answer, Outcome
+from service.statistics import Statistics
 from service.telemetry import Metrics
 from service.wire import safetensors_format
-from service.wire.plain_recipes import MAX_HEADER_BYTES, PlainRecipe, PlainRecipes
+from service.wire.plain_recipes import MAX_HEADER_BYTES, InferenceTemplate, PlainRecipe, PlainRecipes, split_id
 from service.wire.requests import ATTENTION, WEIGHTED_SUM, Call
-from service.wire.tensors import memory_of
+from service.wire.tensors import bytes_of, memory_of
 
 CALLS: Mapping[bytes, Call] = {b"/v1/attention": ATTENTION, b"/v1/weighted_sum": WEIGHTED_SUM}
 Piece = bytes | memoryview
 _END_OF_HEAD = (
-    b"content-length: %d\r\nx-request-id: %b\r\nserver-timing: read;dur=%.3f, parse;dur=%.3f, queue;dur=0.000, "
+    b"%bcontent-length: %d\r\nx-request-id: %b\r\nserver-timing: read;dur=%.3f, parse;dur=%.3f, queue;dur=0.000, "
     b"compute;dur=%.3f, encode;dur=%.3f\r\n\r\n%b"
 )
 
 
+_JSON_BYTES = b"inference-header-content-length: %d\r\n"
+INFERENCE_MEDIA_TYPE = b"application/octet-stream"
+INFER_ROUTE = "/v2/models/{model}/infer"
+Known = tuple[PlainRecipe, bytes]
+"""What is known of a request before it is read, and the id in it."""
+
+
 @dataclass(slots=True)
 class Head:
-    """What the head of a request says, as far as this road needs it."""
+    """What the head of a request says, as far as this road needs it.
+
+    ``json_bytes`` is the length of the JSON part of a request of the Open Inference Protocol, 0 for safetensors.
+    """
 
     target: bytes
     content_length: int
     keep_alive: bool
     sent_id: bytes | None
     accepts_gzip: bool
+    json_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -71,22 +85,27 @@ class BinaryDoor:
         attend: Attend,
         admission: Admission,
         lifecycle: Lifecycle,
+        authentication: Authentication,
         metrics: Metrics,
         limits: RestLimits,
         buffers: ReceiveBuffers,
         recipes: PlainRecipes,
+        statistics: Statistics,
     ) -> None:
         self.admission = admission
         self.lifecycle = lifecycle
+        self.authentication = authentication
         self.limits = limits
         self.buffers = buffers
         self._attend = attend
         self._metrics = metrics
         self._recipes = recipes
+        self._statistics = statistics
         self._first_half_of_id = secrets.token_hex(8).encode()
         self._num_ids = 0
-        self._ok = metrics.requests.labels("/v1/attention", "ok")
-        self._seconds = metrics.request_seconds.labels("/v1/attention")
+        routes = ("/v1/attention", INFER_ROUTE)
+        self._ok = [metrics.requests.labels(route, "ok") for route in routes]
+        self._seconds = [metrics.request_seconds.labels(route) for route in routes]
 
     def id_of(self, head: Head) -> bytes:
         """The id that was sent, or a new one: half of it is this server's, the other half counts."""
@@ -140,7 +159,7 @@ class BinaryDoor:
         found = self._recipe(head, buffer, body_at)
         if found is None:
             return None
-        recipe, data_at = found
+        recipe, data_at, id_text = found
         if recipe.timeout_s is not None:
             return None
         form = recipe.form
@@ -156,10 +175,12 @@ class BinaryDoor:
         if head.accepts_gzip and is_worth_gzip([data.cast("B")]):
             return None
         computed = time.monotonic()
-        beginning = recipe.head_of_answer(compute_s=computed - parsed)
+        beginning = recipe.answer.beginning(queue_s=0.0, compute_s=computed - parsed, id_text=id_text)
         size = len(beginning) + recipe.context_bytes
         ended = time.monotonic()
+        is_inference = head.json_bytes > 0
         text = _END_OF_HEAD % (
+            _JSON_BYTES % len(beginning) if is_inference else b"",
             size,
             self.id_of(head),
             read_s * 1e3,
@@ -169,8 +190,17 @@ class BinaryDoor:
             beginning,
         )
         metrics = self._metrics
-        self._ok.inc()
-        self._seconds.observe(ended - began)
+        self._ok[is_inference].inc()
+        self._seconds[is_inference].observe(ended - began)
+        if isinstance(recipe.answer, InferenceTemplate):
+            self._statistics.succeeded(
+                recipe.answer.model_name,
+                total_s=ended - began,
+                queue_s=0.0,
+                input_s=parsed - began - read_s,
+                infer_s=computed - parsed,
+                output_s=ended - computed,
+            )
         metrics.plain_answered(
             read_s=read_s,
             parse_s=parsed - began - read_s,
@@ -189,43 +219,54 @@ class BinaryDoor:
         exchange: Exchange,
         buffer: ReceiveBuffer,
         body_at: int,
-        deliver: Callable[[Outcome], None],
+        deliver: Callable[[Known | None, Outcome], None],
     ) -> Waiting | None:
         """Read a whole body and have its problem computed, at once or by the engine; ``deliver`` gets the outcome.
 
-        Raises: whatever a refusal says.
+        A body of the Open Inference Protocol is one that ``knows`` knew. Raises: whatever a refusal says.
         """
+        known: Known | None = None
         with exchange.stage("parse"):
             found = self._recipe(head, buffer, body_at)
             if found is not None:
-                recipe, data_at = found
+                recipe, data_at, id_text = found
+                known = recipe, id_text
                 prepared, timeout_s = recipe.prepared(buffer.views(recipe, data_at)), recipe.timeout_s
             else:
+                assert not head.json_bytes
                 prepared, timeout_s = self._read(head, buffer, body_at)
         deadline = Deadline(exchange.began + (self.limits.default_timeout_s if timeout_s is None else timeout_s))
-        return self._attend.begin(prepared, deadline, more_bytes=0, deliver=deliver, held=buffer)
+        return self._attend.begin(
+            prepared, deadline, more_bytes=0, deliver=functools.partial(deliver, known), held=buffer
+        )
 
-    def _recipe(self, head: Head, buffer: ReceiveBuffer, body_at: int) -> tuple[PlainRecipe, int] | None:
-        """What is known of a body with this header, and where its numbers begin."""
+    def knows(self, head: Head, begun: memoryview) -> bool:
+        """Whether a request of the Open Inference Protocol can be served here, by the JSON part with which its body
+        has ``begun``."""
+        recipe = self._recipes.get(_key(head, bytes(begun[: head.json_bytes]))[1])
+        return recipe is not None and head.json_bytes + recipe.data_bytes == head.content_length
+
+    def _recipe(self, head: Head, buffer: ReceiveBuffer, body_at: int) -> tuple[PlainRecipe, int, bytes] | None:
+        """What is known of a body with this header, where its numbers begin, and the id in it."""
         view = buffer.view
-        header_at = body_at + 8
-        header_bytes = int.from_bytes(view[body_at:header_at], "little")
-        if header_bytes > MAX_HEADER_BYTES:
-            # Not looked up: it may claim all of a long body.
+        if head.json_bytes:
+            data_at = body_at + head.json_bytes
+            id_text, key = _key(head, bytes(view[body_at:data_at]))
+        else:
+            header_at = body_at + 8
+            header_bytes = int.from_bytes(view[body_at:header_at], "little")
+            if header_bytes > MAX_HEADER_BYTES or head.target != b"/v1/attention":
+                # Not looked up: it may claim all of a long body.
+                return None
+            data_at = header_at + header_bytes
+            id_text, key = b"", bytes(view[header_at:data_at])
+        recipe = self._recipes.get(key)
+        if recipe is None or data_at % ALIGNMENT_BYTES or data_at + recipe.data_bytes != body_at + head.content_length:
             return None
-        data_at = header_at + header_bytes
-        recipe = self._recipes.get(bytes(view[header_at:data_at]))
-        if (
-            recipe is None
-            or data_at % ALIGNMENT_BYTES
-            or data_at + recipe.data_bytes != body_at + head.content_length
-            or head.target != b"/v1/attention"
-        ):
-            return None
-        return recipe, data_at
+        return recipe, data_at, id_text
 
     def _read(self, head: Head, buffer: ReceiveBuffer, body_at: int) -> tuple[Prepared, float | None]:
-        """A body with a header that is not known, and its deadline. Raises: Malformed, InvalidProblem."""
+        """A safetensors body with a header that is not known, and its deadline. Raises: Malformed, InvalidProblem."""
         call = CALLS[head.target]
         body = buffer.view[body_at : body_at + head.content_length]
         decoded = safetensors_format.decode(body, call, self.limits.read)
@@ -235,25 +276,48 @@ class BinaryDoor:
             self._recipes.remember(bytes(body[8 : 8 + header_bytes]), decoded, prepared)
         return prepared, decoded.timeout_s
 
-    def reply(self, answer: Answer, exchange: Exchange) -> Reply:
+    def reply(self, known: Known | None, answer: Answer, exchange: Exchange) -> Reply:
         """An answer, written out."""
         exchange.stages["queue"], exchange.stages["compute"] = answer.queue_s, answer.compute_s
         count_answer(self._metrics, answer)
-        with exchange.stage("encode"):
-            pieces = safetensors_format.encode(answer.result.outputs, info_of(answer))
+        info = info_of(answer)
         exchange.status = 200
-        return Reply(200, safetensors_format.MEDIA_TYPE.encode(), pieces)
+        if known is None or not isinstance(known[0].answer, InferenceTemplate):
+            with exchange.stage("encode"):
+                pieces = safetensors_format.encode(answer.result.outputs, info)
+            return Reply(200, safetensors_format.MEDIA_TYPE.encode(), pieces)
+        recipe, id_text = known
+        template = known[0].answer
+        with exchange.stage("encode"):
+            json_part = template.written(recipe.form, info, id_text)
+            pieces = [json_part, bytes_of(answer.result.outputs["context"])]
+        self._statistics.succeeded(
+            template.model_name,
+            total_s=time.monotonic() - exchange.began,
+            queue_s=answer.queue_s,
+            input_s=exchange.stages.get("parse", 0.0),
+            infer_s=answer.compute_s,
+            output_s=exchange.stages["encode"],
+        )
+        headers = [(b"inference-header-content-length", b"%d" % len(json_part))]
+        return Reply(200, INFERENCE_MEDIA_TYPE, pieces, headers)
 
-    def refusal(self, error: BaseException, exchange: Exchange) -> Reply:
+    def refusal(self, head: Head, error: BaseException, exchange: Exchange) -> Reply:
         """An error as its answer."""
-        failure, body, headers = describe(error, exchange.request_id)
-        exchange.outcome, exchange.status = failure.name, failure.http
         reason = refusal_reason(error)
         if reason is not None:
             self._metrics.refused.labels(reason).inc()
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        return Reply(failure.http, PROBLEM_MEDIA_TYPE.encode(), [body], raw)
+        refusal = refusal_of(error, exchange.request_id, path=head.target.decode("latin-1"))
+        exchange.outcome, exchange.status = refusal.failure.name, refusal.status
+        raw = [(name.encode(), value.encode()) for name, value in refusal.headers.items()]
+        return Reply(refusal.status, refusal.media_type.encode(), [refusal.body], raw)
 
     def record(self, head: Head, exchange: Exchange) -> None:
         """Count and log a request that is over."""
-        record(self._metrics, "POST", head.target.decode(), exchange)
+        record(self._metrics, "POST", INFER_ROUTE if head.json_bytes else head.target.decode(), exchange)
+
+
+def _key(head: Head, json_part: bytes) -> tuple[bytes, bytes]:
+    """The id in a JSON part, and what a recipe for the rest goes by: the model is in the target."""
+    id_text, rest = split_id(json_part)
+    return id_text, head.target + rest

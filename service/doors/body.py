@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 from urllib.parse import parse_qsl
 
 import numpy as np
@@ -22,6 +23,10 @@ from service.wire import json_format, safetensors_format
 from service.wire.arrays import Buffer
 
 FORMS = (json_format.MEDIA_TYPE, safetensors_format.MEDIA_TYPE)
+Coding = Literal["gzip", "deflate"]
+DataAt = Callable[[bytes], int]
+_WINDOW_BITS: Mapping[Coding, int] = {"gzip": 31, "deflate": 15}
+_CODING_NAMES: Mapping[Coding, str] = {"gzip": "gzip", "deflate": "deflate, which is framed by zlib"}
 _INFLATE_STEP_BYTES = 2**20
 
 
@@ -89,6 +94,29 @@ def answer_form(accept: str | None, request_form: str) -> str:
     return max(choices)[3]
 
 
+def inference_coding(header: str) -> Coding | None:
+    """The coding of a body under /v2, by its ``Content-Encoding``. Raises: MediaTypeNotServed."""
+    match header.strip().lower():
+        case "" | "identity":
+            return None
+        case "gzip" | "x-gzip":
+            return "gzip"
+        case "deflate":
+            return "deflate"
+    fault = Fault("Content-Encoding", "gzip, deflate or identity", header)
+    raise MediaTypeNotServed(f"the content encoding must be {fault.expected}", faults=[fault])
+
+
+def only_coding(header: str) -> Coding | None:
+    """The one coding that an ``Accept-Encoding`` names. A list, which libraries send unasked, names none."""
+    match [name for name, quality in _weighted(header) if quality > 0]:
+        case ["gzip" | "x-gzip"]:
+            return "gzip"
+        case ["deflate"]:
+            return "deflate"
+    return None
+
+
 def accepts_gzip(header: str) -> bool:
     """Whether an ``Accept-Encoding`` lets the answer be gzipped."""
     qualities = dict(_weighted(header))
@@ -127,13 +155,14 @@ async def read_body(
     permit: BytePermit,
     deadline: Deadline,
     max_bytes: int,
-    forms: Negotiated,
+    coding: Coding | None = None,
+    data_at: DataAt | None = None,
 ) -> Buffer:
     """The whole body, inflated. The declared length is refused at once, the real one while it is read.
 
-    Raises: BodyTooLarge, Overloaded, Malformed, DeadlinePassed, Disconnected.
+    ``data_at`` gives the first byte of the data, of a body that begins so; where the body is neither inflated nor
+    chunked they lie as torch would put them. Raises: BodyTooLarge, Overloaded, Malformed, DeadlinePassed, Disconnected.
     """
-    is_gzipped = forms.body_is_gzipped
     declared = headers.get("content-length")
     length = int(declared) if declared is not None and declared.isascii() and declared.isdigit() else None
     if length is not None:
@@ -143,48 +172,48 @@ async def read_body(
     try:
         async with asyncio.timeout(max(0.0, deadline.remaining_s)):
             # Asked-for memory is only touched, and so only taken, as bytes arrive.
-            body: _Whole | _Growing
-            if length is None or is_gzipped:
-                body = _Growing(permit, max_bytes)
-            else:
-                body = _Whole(length, is_safetensors=forms.request_form == safetensors_format.MEDIA_TYPE)
-            inflate = _Inflate(permit, max_bytes, counted=length is not None) if is_gzipped else None
+            body = _Growing(permit, max_bytes) if length is None or coding is not None else _Whole(length, data_at)
+            inflate = None if coding is None else _Inflate(coding, permit, max_bytes, counted=length is not None)
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise Disconnected
                 chunk: bytes = message.get("body", b"")
                 exchange.received_bytes += len(chunk)
+                exchange.body_is_read = not message.get("more_body", False)
                 if inflate is not None:
                     await inflate.add(chunk)
                 else:
                     body.add(chunk)
-                if not message.get("more_body", False):
+                if exchange.body_is_read:
                     break
     except TimeoutError:
         raise DeadlinePassed("the deadline passed before the body was there") from None
-    exchange.body_is_read = True
     return inflate.finish() if inflate is not None else body.finish()
+
+
+def safetensors_data_at(begun: bytes) -> int:
+    """The first byte of the data, of a safetensors body that begins so."""
+    return 8 + int.from_bytes(begun[:8], "little") if len(begun) >= 8 else 8
 
 
 class _Whole:
     """A body of known length, written where it will be read.
 
-    The data of a safetensors body begin on a multiple of 64 bytes, as torch's own tensors do, so that they can be
-    computed where they lie.
+    Its data begin on a multiple of 64 bytes, as torch's own tensors do, so that they can be computed where they lie.
     """
 
-    def __init__(self, length: int, *, is_safetensors: bool) -> None:
+    def __init__(self, length: int, data_at: DataAt | None) -> None:
         self._room = np.empty(length + ALIGNMENT_BYTES, dtype=np.uint8)
         self._length = length
         self._filled = 0
-        self._is_safetensors = is_safetensors
+        self._data_at = data_at
         self._view: memoryview | None = None
 
     def add(self, chunk: bytes) -> None:
         if self._view is None:
-            header = int.from_bytes(chunk[:8], "little") if self._is_safetensors and len(chunk) >= 8 else 0
-            start = -(self._room.ctypes.data + 8 + header) % ALIGNMENT_BYTES
+            data_at = 0 if self._data_at is None else self._data_at(chunk)
+            start = -(self._room.ctypes.data + data_at) % ALIGNMENT_BYTES
             self._view = self._room.data[start : start + self._length]
         self._view[self._filled : self._filled + len(chunk)] = chunk
         self._filled += len(chunk)
@@ -214,11 +243,12 @@ class _Growing:
 
 
 class _Inflate:
-    """A gzipped body, of one member or several, counted as sent and as it grows."""
+    """A compressed body, counted as sent and as it grows. Of gzip it may have several members."""
 
-    def __init__(self, permit: BytePermit, max_bytes: int, *, counted: bool) -> None:
+    def __init__(self, coding: Coding, permit: BytePermit, max_bytes: int, *, counted: bool) -> None:
+        self._coding = coding
         self._out = _Growing(permit, max_bytes)
-        self._member = zlib.decompressobj(wbits=31)
+        self._member = zlib.decompressobj(_WINDOW_BITS[coding])
         self._sent = 0
         self._counted = counted
         self._permit = permit
@@ -233,16 +263,20 @@ class _Inflate:
         try:
             while chunk:
                 if self._member.eof:
-                    self._member = zlib.decompressobj(wbits=31)
+                    if self._coding == "deflate":
+                        raise Malformed("deflate goes on", faults=[Fault("", "one deflate stream", "more behind it")])
+                    self._member = zlib.decompressobj(_WINDOW_BITS[self._coding])
                 self._out.add(self._member.decompress(chunk, _INFLATE_STEP_BYTES))
                 chunk = self._member.unconsumed_tail or self._member.unused_data
                 if chunk:
                     # A little data can grow a thousandfold: let others have a turn.
                     await asyncio.sleep(0)
         except zlib.error as error:
-            raise Malformed(f"not gzip: {error}", faults=[Fault("", "a gzipped body", str(error))]) from None
+            fault = Fault("", f"a body in {_CODING_NAMES[self._coding]}", str(error))
+            raise Malformed(f"not {self._coding}: {error}", faults=[fault]) from None
 
     def finish(self) -> bytearray:
         if self._sent and not self._member.eof:
-            raise Malformed("gzip ends early", faults=[Fault("", "a whole gzip stream", "a truncated one")])
+            fault = Fault("", f"a whole {self._coding} stream", "a truncated one")
+            raise Malformed(f"{self._coding} ends early", faults=[fault])
         return self._out.finish()

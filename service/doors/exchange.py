@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.doors.problem_details import MEDIA_TYPE, describe
+from service.authentication import Authentication
+from service.doors.refusals import refusal_of
 from service.errors import Draining
 from service.lifecycle import Lifecycle, State
 from service.telemetry import OTHER_ROUTE, STAGES, Metrics
@@ -24,10 +25,14 @@ from service.telemetry import OTHER_ROUTE, STAGES, Metrics
 log = logging.getLogger("attn.request")
 
 GOOD_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/v2/health/live", "/v2/health/ready"})
+"""What anyone may ask, with or without a key: exactly these, as the router sees them."""
 ABORT_EXTENSION = "attn.abort"
 """The ASGI extension that ends a connection at once, whatever is still to be sent."""
 LOST_EXTENSION = "attn.lost"
 """The ASGI extension that tells of a connection that is lost while its request is inside."""
+PEER_EXTENSION = "attn.peer"
+"""The ASGI extension that says who is at the other end of the connection, whomever that one speaks for."""
 LINGER_S = 2.0
 LINGER_BYTES = 32 * 2**20
 SMALL_REST_BYTES = 64 * 1024
@@ -85,6 +90,13 @@ class Exchange:
             self.stages[name] = time.monotonic() - began
 
 
+def check_key(authentication: Authentication, headers: Mapping[bytes, bytes]) -> None:
+    """Let whoever brings a key in these headers pass. Raises: Unauthenticated."""
+    if authentication.is_required:
+        sent = (headers.get(name) for name in (b"authorization", b"x-api-key"))
+        authentication.check(*(None if value is None else value.decode("latin-1") for value in sent))
+
+
 def server_timing(stages: Mapping[str, float]) -> bytes:
     """The header: every stage in milliseconds, 0 for those that were not reached."""
     return ", ".join(f"{name};dur={stages.get(name, 0.0) * 1e3:.3f}" for name in STAGES).encode()
@@ -99,12 +111,14 @@ class ExchangeLayer:
         *,
         metrics: Metrics,
         lifecycle: Lifecycle,
+        authentication: Authentication,
         routes: frozenset[str],
         write_timeout_s: float,
     ) -> None:
         self._app = app
         self._metrics = metrics
         self._lifecycle = lifecycle
+        self._authentication = authentication
         self._routes = routes
         self._write_timeout_s = write_timeout_s
 
@@ -112,7 +126,8 @@ class ExchangeLayer:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(dict(scope["headers"]))
+        sent = dict(scope["headers"])
+        exchange = Exchange(sent)
         scope["attn.exchange"] = exchange
         started = False
 
@@ -137,6 +152,8 @@ class ExchangeLayer:
             await self._write(send, message)
 
         try:
+            if scope["path"] not in OPEN_PATHS:
+                check_key(self._authentication, sent)
             await self._app(scope, receive, send_measured)
         except asyncio.CancelledError:
             exchange.outcome = "cancelled"
@@ -145,18 +162,19 @@ class ExchangeLayer:
             exchange.outcome = "not_read"
             await _abort(scope)
         except Exception as error:
-            failure, body, headers = describe(error, exchange.request_id)
-            exchange.outcome = failure.name
+            refused = refusal_of(error, exchange.request_id, path=scope["path"])
+            exchange.outcome = refused.failure.name
             if isinstance(error, Draining) and started:
                 # The drain's limit is over and the answer has not been read.
                 await _abort(scope)
                 return
             if started:
                 raise
-            raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-            raw += [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", str(len(body)).encode())]
-            await send_measured({"type": "http.response.start", "status": failure.http, "headers": raw})
-            await send_measured({"type": "http.response.body", "body": body})
+            raw = [(name.encode(), value.encode()) for name, value in refused.headers.items()]
+            raw.append((b"content-type", refused.media_type.encode()))
+            raw.append((b"content-length", str(len(refused.body)).encode()))
+            await send_measured({"type": "http.response.start", "status": refused.status, "headers": raw})
+            await send_measured({"type": "http.response.body", "body": refused.body})
         finally:
             self._record(scope, exchange)
 
@@ -175,7 +193,9 @@ class ExchangeLayer:
         log.info("not HTTP", extra={"fields": {"route": OTHER_ROUTE, "outcome": outcome}})
 
     def _record(self, scope: Scope, exchange: Exchange) -> None:
-        route = scope["path"] if scope["path"] in self._routes else OTHER_ROUTE
+        # A route's own path has names where the caller's has what he likes.
+        own: str | None = getattr(scope.get("route"), "path", None)
+        route = own or (scope["path"] if scope["path"] in self._routes else OTHER_ROUTE)
         record(self._metrics, scope["method"], route, exchange)
 
 

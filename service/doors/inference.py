@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from service.doors.answers import count_answer, info_of
 from service.errors import NotServed, ServiceError
 from service.failures import INTERNAL, Failure, failure_of
 from service.lifecycle import Lifecycle
-from service.request_queue import Answer
+from service.request_queue import Answer, Outcome
 from service.shared_memory import MappedPart, SharedMemory
 from service.statistics import Statistics
 from service.telemetry import Metrics
@@ -150,7 +151,7 @@ class Inference:
         with contextlib.ExitStack() as stack:
             places = self._resolve(request, stack, is_loopback=is_loopback)
             checked = check(request, model, self.read_limits, takes_reserved=takes_reserved)
-            deadline = self._deadline(checked, began, remaining_s)
+            deadline = self._deadline(checked.timeout_s, began, remaining_s)
             answer = await self._attend.attend(
                 checked.problem,
                 deadline,
@@ -171,8 +172,49 @@ class Inference:
             answer=answer,
         )
 
-    def _deadline(self, checked: CheckedInference, began: float, remaining_s: float | None) -> Deadline:
-        at = began + (self._default_timeout_s if checked.timeout_s is None else checked.timeout_s)
+    async def infer_plain(
+        self,
+        prepared: Prepared,
+        model: Model,
+        *,
+        id: str | None,
+        ignored: Sequence[str],
+        began: float,
+        remaining_s: float | None = None,
+        held: Any = None,
+    ) -> InferenceAnswer:
+        """The same for a request that is known to be a plain one, checked and prepared once for all like it.
+
+        Raises: as ``Attend.begin``.
+        """
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+
+        def deliver(outcome: Outcome) -> None:
+            if future.done():
+                return
+            if isinstance(outcome, BaseException):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+
+        deadline = self._deadline(None, began, remaining_s)
+        waiting = self._attend.begin(prepared, deadline, more_bytes=0, deliver=deliver, held=held)
+        try:
+            answer = await future
+        finally:
+            if waiting is not None:
+                waiting.end()
+        count_answer(self.metrics, answer)
+        return InferenceAnswer(
+            model=model,
+            id=id,
+            parameters=response_parameters(info_of(answer), ignored),
+            outputs=[(RequestedOutput("context", is_binary=True), answer.result.outputs["context"])],
+            answer=answer,
+        )
+
+    def _deadline(self, timeout_s: float | None, began: float, remaining_s: float | None) -> Deadline:
+        at = began + (self._default_timeout_s if timeout_s is None else timeout_s)
         return Deadline(at if remaining_s is None else min(at, time.monotonic() + remaining_s))
 
     def _resolve(

@@ -14,6 +14,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.staticfiles import StaticFiles
 
 from attn_core.problem import TENSOR_NAMES
+from service.doors import openapi_inference
 from service.doors.problem_details import MEDIA_TYPE as PROBLEM_MEDIA_TYPE
 from service.failures import FAILURES
 from service.wire import json_format, safetensors_format
@@ -263,7 +264,15 @@ def install(app: FastAPI) -> None:
             schema = get_openapi(
                 title=app.title, version=app.version, description=app.description, routes=app.routes, summary=None
             )
-            models = (AttentionBody, WeightedSumBody, AttentionAnswer, WeightedSumAnswer, TensorObject, ProblemDetails)
+            native: tuple[type[BaseModel], ...] = (
+                AttentionBody,
+                WeightedSumBody,
+                AttentionAnswer,
+                WeightedSumAnswer,
+                TensorObject,
+                ProblemDetails,
+            )
+            models = (*native, *openapi_inference.MODELS)
             _, definitions = models_json_schema(
                 [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
             )

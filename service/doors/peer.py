@@ -5,6 +5,7 @@ A socket that nobody reads tells nothing by itself: neither that the client has 
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from typing import Any
 
@@ -14,6 +15,21 @@ PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 """An interim answer, which HTTP lets anyone send: where nobody listens any more, it comes back as a reset."""
 _TCP_INFO = getattr(socket, "TCP_INFO", None)
 _TCP_CLOSE, _TCP_CLOSE_WAIT = 7, 8
+
+
+def is_loopback_address(host: str | None) -> bool:
+    """Whether an address is this machine's alone. None, which is what is left of a client that has gone, is not."""
+    if host is None:
+        return False
+    if host.startswith("unix"):
+        return True
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return address.is_loopback
 
 
 def is_gone(transport: Any) -> bool:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from attn_core.errors import Fault
 from attn_core.prepared import Prepared
@@ -21,32 +18,31 @@ from attn_core.problem import OUTPUTS
 from attn_core.support import PATHS
 from service.admission import Admission, BytePermit
 from service.attend import Attend
+from service.authentication import Authentication
 from service.deadline import Deadline
 from service.doors import health, openapi
-from service.doors.answers import count_answer, gzipped, info_of, is_worth_gzip, refusal_reason
-from service.doors.body import Disconnected, Negotiated, joined_headers, negotiate, parameter_faults, read_body
-from service.doors.exchange import LOST_EXTENSION, ClientLost, Exchange, ExchangeLayer
-from service.doors.problem_details import MEDIA_TYPE as PROBLEM_MEDIA_TYPE
-from service.doors.problem_details import describe
+from service.doors.answers import count_answer, gzipped, info_of, is_worth_gzip
+from service.doors.body import (
+    Negotiated,
+    joined_headers,
+    negotiate,
+    parameter_faults,
+    read_body,
+    safetensors_data_at,
+)
+from service.doors.exchange import ExchangeLayer
+from service.doors.inference import Inference
+from service.doors.open_inference import InferenceDoor
+from service.doors.serving import Pieces, PiecesResponse, Serving, exchange_of, refusal
 from service.errors import REFUSAL_REASONS, MethodNotServed, NotFound
 from service.lifecycle import Lifecycle
 from service.request_queue import Answer
 from service.telemetry import Metrics
 from service.text_workers import TextWorkers
-from service.wire import json_format, safetensors_format
+from service.wire import json_arrays, json_format, safetensors_format
 from service.wire.arrays import FLOAT_NAMES, MAX_RANK, Buffer
+from service.wire.plain_recipes import PlainRecipes
 from service.wire.requests import ATTENTION, WEIGHTED_SUM, Call, DecodedRequest, ReadLimits
-
-LONG_TEXT_BYTES = 32 * 1024
-"""Text of this length is read and written off the event loop."""
-TEXT_FACTOR = 6
-"""What reading JSON takes besides its body, as a multiple of it, in whichever process; one-digit numbers take more."""
-SHORT_ANSWER_BYTES = 64 * 1024
-SLICE_BYTES = 2**20
-"""A longer answer leaves in slices, each of which its reader must take within the time for writing."""
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,54 +65,14 @@ class Parts:
     attend: Attend
     admission: Admission
     lifecycle: Lifecycle
+    authentication: Authentication
     metrics: Metrics
     limits: RestLimits
     version: str
     device: str
     text_workers: TextWorkers
-
-
-class PiecesResponse(Response):
-    """An answer sent piece by piece, none of them joined or copied.
-
-    ``held`` is given up when the last byte has left for the socket, or the sending fails: an answer that waits for
-    its reader is still inside.
-    """
-
-    def __init__(
-        self,
-        pieces: list[bytes | memoryview],
-        media_type: str,
-        headers: Mapping[str, str],
-        *,
-        held: contextlib.ExitStack,
-    ) -> None:
-        self.pieces = pieces
-        self.status_code = 200
-        self.background = None
-        self.media_type = media_type
-        self.body = b""
-        self.size = sum(len(piece) for piece in pieces)
-        self._held = held
-        self.init_headers({**headers, "content-length": str(self.size), "content-type": media_type})
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._held:
-            await self._send(send)
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        if self.size <= SHORT_ANSWER_BYTES:
-            last = len(self.pieces) - 1
-            for index, piece in enumerate(self.pieces):
-                await send({"type": "http.response.body", "body": piece, "more_body": index < last})
-            return
-        for piece in self.pieces:
-            for start in range(0, len(piece), SLICE_BYTES):
-                part = piece[start : start + SLICE_BYTES]
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-        # Waits until what was written before has left.
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    inference: Inference
+    recipes: PlainRecipes
 
 
 def build_app(parts: Parts) -> ASGIApp:
@@ -129,8 +85,24 @@ def build_app(parts: Parts) -> ASGIApp:
         redoc_url=None,
         redirect_slashes=False,
     )
-    door = _RestDoor(parts)
-    app.include_router(door.router())
+    serving = Serving(
+        attend=parts.attend,
+        admission=parts.admission,
+        lifecycle=parts.lifecycle,
+        metrics=parts.metrics,
+        text_workers=parts.text_workers,
+    )
+    app.include_router(_RestDoor(parts, serving).router())
+    inference = InferenceDoor(
+        parts.inference,
+        serving,
+        admission=parts.admission,
+        max_body_bytes=parts.limits.max_body_bytes,
+        max_json_bytes=parts.limits.max_json_bytes,
+        default_timeout_s=parts.limits.default_timeout_s,
+        recipes=parts.recipes,
+    )
+    app.include_router(inference.router())
     app.include_router(health.router(parts.lifecycle, parts.metrics))
     openapi.install(app)
     app.add_exception_handler(HTTPException, _routing_error)
@@ -140,6 +112,7 @@ def build_app(parts: Parts) -> ASGIApp:
         app,
         metrics=parts.metrics,
         lifecycle=parts.lifecycle,
+        authentication=parts.authentication,
         routes=routes,
         write_timeout_s=parts.limits.write_timeout_s,
     )
@@ -155,29 +128,10 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     return refusal(request, NotFound(f"there is no {request.url.path[:200]}"))
 
 
-def exchange_of(request: Request) -> Exchange:
-    exchange: Exchange = request.scope["attn.exchange"]
-    return exchange
-
-
-def _client_lost(request: Request) -> ClientLost:
-    """What tells of a lost connection; nothing does where another server runs the app."""
-    lost: ClientLost = request.scope.get("extensions", {}).get(LOST_EXTENSION) or ClientLost()
-    return lost
-
-
-def refusal(request: Request, error: BaseException) -> Response:
-    """An error as its answer."""
-    exchange = exchange_of(request)
-    failure, body, headers = describe(error, exchange.request_id)
-    exchange.outcome = failure.name
-    return Response(body, status_code=failure.http, headers=dict(headers), media_type=PROBLEM_MEDIA_TYPE)
-
-
 class _RestDoor:
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, serving: Serving) -> None:
         self._parts = parts
-        self._text_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="attn-text")
+        self._serving = serving
 
     def router(self) -> APIRouter:
         router = APIRouter()
@@ -197,40 +151,12 @@ class _RestDoor:
         return router
 
     def _endpoint(self, call: Call) -> Callable[[Request], Awaitable[Response]]:
-        async def endpoint(request: Request) -> Response:
-            lost = _client_lost(request)
-            task = asyncio.current_task()
-            assert task is not None
-            lost.on_lost(task.cancel)
-            try:
-                return await self._serve(request, call)
-            except Disconnected:
-                exchange_of(request).outcome = "disconnected"
-                return Response(status_code=400)
-            except asyncio.CancelledError:
-                if not lost.is_told or task.uncancel():
-                    raise
-                exchange_of(request).outcome = "disconnected"
-                return Response(status_code=400)
-            except Exception as error:
-                reason = refusal_reason(error)
-                if reason is not None:
-                    self._parts.metrics.refused.labels(reason).inc()
-                return refusal(request, error)
-            finally:
-                # The answer that is being sent notices by itself.
-                lost.on_lost(None)
+        return self._serving.endpoint(functools.partial(self._serve, call))
 
-        return endpoint
-
-    async def _serve(self, request: Request, call: Call) -> Response:
+    async def _serve(self, call: Call, request: Request) -> Response:
         parts, exchange, headers = self._parts, exchange_of(request), joined_headers(request.scope["headers"])
         deadline = Deadline(exchange.began + parts.limits.default_timeout_s)
-        with contextlib.ExitStack() as inside:
-            inside.enter_context(parts.lifecycle.work())
-            parts.attend.check_room()
-            permit = inside.enter_context(parts.admission.request())
-            inside.enter_context(parts.metrics.in_flight.track_inprogress())
+        with self._serving.inside() as (permit, inside):
             forms = negotiate(headers)
             with exchange.stage("read"):
                 body = await read_body(
@@ -240,7 +166,8 @@ class _RestDoor:
                     permit=permit,
                     deadline=deadline,
                     max_bytes=self._max_bytes(forms),
-                    forms=forms,
+                    coding="gzip" if forms.body_is_gzipped else None,
+                    data_at=safetensors_data_at if forms.request_form == safetensors_format.MEDIA_TYPE else None,
                 )
             with exchange.stage("parse"):
                 also = parameter_faults(request.scope["query_string"])
@@ -272,49 +199,34 @@ class _RestDoor:
         permit: BytePermit,
         deadline: Deadline,
     ) -> DecodedRequest:
-        is_json = forms.request_form == json_format.MEDIA_TYPE
-        limits, workers = self._parts.limits.read, self._parts.text_workers
+        limits = self._parts.limits.read
         asked: dict[str, Any] = {"answer_is_json": forms.answer_form == json_format.MEDIA_TYPE, "also": also}
-        if not is_json:
+        if forms.request_form == safetensors_format.MEDIA_TYPE:
             return safetensors_format.decode(body, call, limits, **asked)
-        read = functools.partial(json_format.decode, body, call, limits, **asked)
-        if len(body) < LONG_TEXT_BYTES:
-            return read()
-        self._parts.admission.check_memory(TEXT_FACTOR * len(body))
-        permit.hold(TEXT_FACTOR * len(body))
-        if not workers.is_running:
-            return await self._off_loop(read, deadline)
+        read = functools.partial(json_arrays.read, names=call.names, limits=limits.tensors)
         build = functools.partial(json_format.build, call=call, limits=limits, **asked)
-        return await workers.read(body, call.names, limits.tensors, deadline, finish=build)
+        return await self._serving.read_text(body, read, build, permit, deadline)
 
     async def _encode(
         self, answer: Answer, decoded: DecodedRequest, forms: Negotiated, deadline: Deadline
-    ) -> tuple[list[bytes | memoryview], dict[str, str]]:
+    ) -> tuple[Pieces, dict[str, str]]:
         """The answer's pieces and the headers that go with them."""
         outputs, info = answer.result.outputs, info_of(answer)
-        pieces: list[bytes | memoryview]
         if forms.answer_form == safetensors_format.MEDIA_TYPE:
             pieces = safetensors_format.encode(outputs, info)
-        elif sum(tensor.nbytes for tensor in outputs.values()) < LONG_TEXT_BYTES:
-            pieces = json_format.encode(outputs, info, decoded.encoding)
-        elif self._parts.text_workers.is_running:
-            collect = functools.partial(json_format.flat_outputs, outputs)
-            pieces = await self._parts.text_workers.write(collect, info, decoded.encoding, deadline)
         else:
-            write = functools.partial(json_format.encode, outputs, info, decoded.encoding)
-            pieces = await self._off_loop(write, deadline)
+            pieces = await self._serving.write_text(
+                sum(tensor.nbytes for tensor in outputs.values()),
+                functools.partial(json_format.flat_outputs, outputs),
+                functools.partial(json_arrays.write, info=info, encoding=decoded.encoding),
+                functools.partial(json_arrays.max_text_bytes, info=info, encoding=decoded.encoding),
+                deadline,
+            )
         headers = {"vary": "Accept, Accept-Encoding"}
         if forms.accepts_gzip and is_worth_gzip(pieces):
-            size = sum(len(piece) for piece in pieces)
-            squeeze = functools.partial(gzipped, pieces)
-            pieces = [squeeze() if size < LONG_TEXT_BYTES else await self._off_loop(squeeze, deadline)]
+            pieces = await self._serving.squeeze(pieces, gzipped, deadline)
             headers["content-encoding"] = "gzip"
         return pieces, headers
-
-    async def _off_loop(self, work: Callable[[], T], deadline: Deadline) -> T:
-        """Run in the text threads what would hold up the event loop. Raises: DeadlinePassed; the work ends alone."""
-        future = asyncio.get_running_loop().run_in_executor(self._text_pool, work)
-        return await deadline.wait_for(future)
 
     async def _describe_service(self) -> dict[str, Any]:
         limits = self._parts.limits

@@ -1,4 +1,4 @@
-"""A request of the Open Inference Protocol between its bytes and the problem that it states, the same for REST and gRPC.
+"""A request of the Open Inference Protocol between its bytes and the problem that it states, over REST and gRPC alike.
 
 A reader of either form takes the bytes apart into an ``InferenceRequest``; ``check`` compares that with its model and
 makes the problem, or names every fault. How an answer is written is up to the form again.
@@ -9,17 +9,33 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from attn_core.errors import MAX_FAULTS, Fault, InvalidProblem, names_text, shape_text
-from service.wire.arrays import Buffer, FlatTensor, Limits, shape_faults
+from service.wire.arrays import FlatTensor, Limits, shape_faults
 from service.wire.inference_models import DATATYPES, Model, ModelTensor
+from service.wire.inference_request import (
+    InferenceInput,
+    InferenceRequest,
+    MemoryPlace,
+    ParameterValue,
+    RequestedOutput,
+)
 from service.wire.requests import VALUED_TENSORS, Parts, Problem, ReadLimits, assemble
 from service.wire.tensors import bool_fault, tensor_of, view_bytes
 from service.wire.text import short, short_name
 
-ParameterValue = bool | int | float | str
+__all__ = [
+    "CheckedInference",
+    "InferenceInput",
+    "InferenceRequest",
+    "MemoryPlace",
+    "ParameterValue",
+    "RequestedOutput",
+    "check",
+    "response_parameters",
+]
 
 PARAMETER_OPTIONS: tuple[str, ...] = (
     "causal",
@@ -51,52 +67,6 @@ RESERVED_PREFIX = "triton_"
 FINAL_RESPONSE_ASKED = "triton_enable_empty_final_response"
 MAX_TIMEOUT_US = 2**63 - 1
 _MAX_NAMED = 20
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlace:
-    """A part of a registered region of shared memory. Nothing is checked."""
-
-    region: str
-    offset: int
-    byte_size: int
-
-
-@dataclass(slots=True)
-class InferenceInput:
-    """An input as it was sent. ``content`` is None where it could not be read, which is a fault already.
-
-    A ``Buffer`` holds the elements little endian and row major, in memory that ``is_shared`` with the client or not; a
-    ``FlatTensor`` holds what came as numbers, of the datatype's dtype and of whatever length.
-    """
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-    content: Buffer | FlatTensor | MemoryPlace | None
-    is_shared: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RequestedOutput:
-    """An output and the form of its elements: ``is_binary``, or numbers in JSON; in shared memory where ``place`` is."""
-
-    name: str
-    is_binary: bool
-    place: MemoryPlace | None = None
-
-
-@dataclass(slots=True)
-class InferenceRequest:
-    """A request taken apart; ``faults`` are those found on the way. ``outputs`` empty: all that the model has, in the
-    form that ``is_binary`` says."""
-
-    id: str | None
-    parameters: dict[str, ParameterValue]
-    inputs: list[InferenceInput]
-    outputs: list[RequestedOutput]
-    is_binary: bool
-    faults: list[Fault] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -278,7 +278,7 @@ def _list_pieces(array: NDArray[Any], dtype: str) -> Iterator[bytes]:
     yield b"]"
 
 
-def _list_text(array: NDArray[Any], dtype: str) -> bytes:
+def _list_text(array: NDArray[Any], dtype: str, *, quote: bytes = b'"') -> bytes:
     # Of a half number the decimal with the fewest digits that gives its bits back.
     numbers = _shortest_table(dtype)[array.view(np.uint16)] if dtype in HALF_NAMES else array
     text = orjson.dumps(numbers, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -287,15 +287,24 @@ def _list_text(array: NDArray[Any], dtype: str) -> bytes:
     # orjson writes null for what JSON cannot say. In order of appearance:
     special = numbers[~np.isfinite(numbers)]
     if bool(np.isneginf(special).all()):
-        return text.replace(b"null", b'"-Infinity"')
-    words = iter([_word_of(number) for number in special.tolist()])
+        return text.replace(b"null", quote + b"-Infinity" + quote)
+    words = iter([quote + _word_of(number) + quote for number in special.tolist()])
     return re.sub(rb"null", lambda _: next(words), text)
 
 
 def _word_of(number: float) -> bytes:
     if math.isnan(number):
-        return b'"NaN"'
-    return b'"Infinity"' if number > 0 else b'"-Infinity"'
+        return b"NaN"
+    return b"Infinity" if number > 0 else b"-Infinity"
+
+
+def flat_pieces(data: NDArray[Any], dtype: str) -> Iterator[bytes]:
+    """A flat tensor as one list, in pieces; NaN and infinities are bare words in it, which is not JSON any more."""
+    yield b"["
+    for start in range(0, data.size, LIST_PIECE_ELEMENTS):
+        text = _list_text(data[start : start + LIST_PIECE_ELEMENTS], dtype, quote=b"")
+        yield (b"," if start else b"") + text[1:-1]
+    yield b"]"
 
 
 @functools.cache

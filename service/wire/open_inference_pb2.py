@@ -17,6 +17,5 @@ for _file in _files.file:
     _pool.Add(_file)
 DESCRIPTOR = _pool.FindFileByName("open_inference.proto")
 globals().update(
-    (name, message_factory.GetMessageClass(descriptor))
-    for name, descriptor in DESCRIPTOR.message_types_by_name.items()
+    (name, message_factory.GetMessageClass(descriptor)) for name, descriptor in DESCRIPTOR.message_types_by_name.items()
 )

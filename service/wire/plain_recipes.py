@@ -1,13 +1,17 @@
-"""What a safetensors header says, remembered: the same header again means the same checks, kernel and cost.
+"""What the header of a plain request says, remembered: the same header again means the same checks, kernel and cost.
 
 Only the numbers differ between two requests of one shape, so a header that was checked once, and asks for nothing but
-the context of query, key and value by one call of the fused kernel, is looked up the next time.
+the context of query, key and value by one call of the fused kernel, is looked up the next time. A header is the one of
+safetensors, or the JSON part of a request of the Open Inference Protocol whose tensors follow it in binary.
 """
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import orjson
 import torch
@@ -17,6 +21,8 @@ from attn_core.placement import ALIGNMENT_BYTES
 from attn_core.prepared import PlainForm, Prepared
 from attn_core.problem import AttentionOptions, AttentionProblem
 from service.wire.answers import answer_info
+from service.wire.inference import CheckedInference, response_parameters
+from service.wire.inference_models import DATATYPE_OF, VERSION
 from service.wire.requests import DecodedRequest
 from service.wire.safetensors_format import CODE_OF
 
@@ -27,6 +33,73 @@ Tensors = tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]
 """All numbers, flat; then query, key and value of rank 4."""
 _QUEUE_MS, _COMPUTE_MS = 314159.25, 271828.25
 """Stand in a template where numbers go that differ from answer to answer."""
+_ID = re.compile(rb'\s*\{\s*"id"\s*:\s*("[ !#-\[\]-~]{0,256}")\s*,\s*')
+"""An id with which a JSON part begins, and in which nothing is escaped."""
+
+
+class AnswerTemplate(Protocol):
+    """How an answer begins; the bytes of the context follow."""
+
+    def beginning(self, *, queue_s: float, compute_s: float, id_text: bytes) -> bytes:
+        """``id_text`` is the id of the request, as ``split_id`` gives it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsTemplate:
+    """The length and the header."""
+
+    header: bytes
+
+    def beginning(self, *, queue_s: float, compute_s: float, id_text: bytes) -> bytes:
+        text = self.header % (queue_s * 1e3, compute_s * 1e3)
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceTemplate:
+    """The JSON part, and what else one is made of where the problem took the longer way."""
+
+    model_name: str
+    ignored: tuple[str, ...]
+    members: bytes
+
+    def beginning(self, *, queue_s: float, compute_s: float, id_text: bytes) -> bytes:
+        return _with_id(id_text, self.members % (queue_s * 1e3, compute_s * 1e3))
+
+    def written(self, form: PlainForm, info: Mapping[str, Any], id_text: bytes) -> bytes:
+        """The JSON part with another ``info``."""
+        members = inference_members(form, model_name=self.model_name, info=info, ignored=self.ignored)
+        return _with_id(id_text, orjson.dumps(members)[1:])
+
+
+def _with_id(id_text: bytes, members: bytes) -> bytes:
+    return b'{"id":' + id_text + b"," + members if id_text else b"{" + members
+
+
+def inference_members(
+    form: PlainForm, *, model_name: str, info: Mapping[str, Any], ignored: Sequence[str]
+) -> dict[str, Any]:
+    """The members of an answer whose one output is the context, in binary."""
+    context = {
+        "name": "context",
+        "datatype": DATATYPE_OF[form.dtype].name,
+        "shape": list(form.result_shape),
+        "parameters": {"binary_data_size": _context_bytes(form)},
+    }
+    return {
+        "model_name": model_name,
+        "model_version": VERSION,
+        "parameters": response_parameters(info, ignored),
+        "outputs": [context],
+    }
+
+
+def split_id(json_part: bytes) -> tuple[bytes, bytes]:
+    """The id of a request, quoted as it was sent, and the rest of its JSON part; no id where it stands elsewhere."""
+    found = _ID.match(json_part)
+    return (b"", json_part) if found is None else (found.group(1), json_part[found.end() :])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +121,7 @@ class PlainRecipe:
     options: AttentionOptions
     timeout_s: float | None
     context_bytes: int
-    answer_header: bytes
+    answer: AnswerTemplate
 
     def tensors(self, flat: Tensor, start: int) -> Tensors:
         """All numbers, query, key and value, as views of ``flat`` whose data begin at element ``start``."""
@@ -72,12 +145,6 @@ class PlainRecipe:
         )
         return Prepared(problem, form.path, form.why, form.cost, plain=form, numbers=numbers)
 
-    def head_of_answer(self, *, compute_s: float) -> bytes:
-        """The length and the header of an answer that was computed at once; the context's bytes follow."""
-        text = self.answer_header % (0.0, compute_s * 1e3)
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
-
 
 class PlainRecipes:
     """The latest ``MAX_RECIPES`` recipes, by the bytes of their header."""
@@ -90,51 +157,54 @@ class PlainRecipes:
         return self._recipes.get(header)
 
     def remember(self, header: bytes, decoded: DecodedRequest, prepared: Prepared) -> None:
-        """Keep what was found out about a header, if its requests are plain ones."""
-        recipe = self._recipe(header, decoded, prepared)
+        """Keep what was found out about a safetensors header, if its requests are plain ones."""
+        form = prepared.plain
+        if form is None or len(header) > MAX_HEADER_BYTES:
+            return
+        entries = orjson.loads(header)
+        entries.pop("__metadata__", None)
+        begins = {name: entry["data_offsets"][0] for name, entry in entries.items()}
+        recipe = _recipe(
+            prepared,
+            begins=begins,
+            data_bytes=max(entry["data_offsets"][1] for entry in entries.values()),
+            timeout_s=decoded.timeout_s,
+            answer=SafetensorsTemplate(self._safetensors_header(form)),
+        )
+        self._keep(header, recipe)
+
+    def remember_inference(
+        self, key: bytes, sizes: Mapping[str, int], checked: CheckedInference, prepared: Prepared
+    ) -> None:
+        """Keep what was found out about a JSON part, if its requests are plain ones.
+
+        ``sizes`` has the bytes of each input that follows it, in their order; every output is asked in binary.
+        """
+        form = prepared.plain
+        if form is None or len(key) > MAX_HEADER_BYTES or checked.queue_timeout_s is not None:
+            return
+        begins, data_bytes = {}, 0
+        for name, size in sizes.items():
+            begins[name] = data_bytes
+            data_bytes += size
+        recipe = _recipe(
+            prepared,
+            begins=begins,
+            data_bytes=data_bytes,
+            timeout_s=checked.timeout_s,
+            answer=self._inference_template(form, checked),
+        )
+        self._keep(key, recipe)
+
+    def _keep(self, key: bytes, recipe: PlainRecipe | None) -> None:
         if recipe is None:
             return
         if len(self._recipes) >= MAX_RECIPES:
             self._recipes.popitem(last=False)
-        self._recipes[header] = recipe
+        self._recipes[key] = recipe
 
-    def _recipe(self, header: bytes, decoded: DecodedRequest, prepared: Prepared) -> PlainRecipe | None:
-        form = prepared.plain
-        if form is None or not isinstance(decoded.problem, AttentionProblem) or len(header) > MAX_HEADER_BYTES:
-            return None
-        entries = orjson.loads(header)
-        entries.pop("__metadata__", None)
-        names = ("query",) if form.is_self_attention else ("query", "key", "value")
-        if set(entries) != set(names):
-            return None
-        begins = [entries[name]["data_offsets"][0] for name in names]
-        if any(begin % ALIGNMENT_BYTES for begin in begins):
-            return None
-        itemsize = form.dtype.itemsize
-        data_bytes = max(entry["data_offsets"][1] for entry in entries.values())
-        at = [begin // itemsize for begin in begins]
-        context_bytes = torch.Size(form.result_shape).numel() * itemsize
-        return PlainRecipe(
-            form=form,
-            data_bytes=data_bytes,
-            num_elements=data_bytes // itemsize,
-            query_at=at[0],
-            key_at=at[-2] if len(at) > 1 else 0,
-            value_at=at[-1],
-            query_strides=_strides(form.query_shape),
-            key_strides=_strides(form.key_shape),
-            value_strides=_strides(form.value_shape),
-            query_shape=tuple(entries["query"]["shape"]),
-            key_shape=tuple(entries[names[-2]]["shape"]) if len(names) > 1 else (),
-            value_shape=tuple(entries[names[-1]]["shape"]) if len(names) > 1 else (),
-            options=decoded.problem.options,
-            timeout_s=decoded.timeout_s,
-            context_bytes=context_bytes,
-            answer_header=self._answer_header(form, context_bytes),
-        )
-
-    def _answer_header(self, form: PlainForm, context_bytes: int) -> bytes:
-        info = answer_info(
+    def _info(self, form: PlainForm) -> dict[str, Any]:
+        return answer_info(
             path=form.path,
             why=form.why,
             device=self._device,
@@ -147,16 +217,68 @@ class PlainRecipes:
             peak_bytes=form.cost.peak_bytes,
             flops=form.cost.flops,
         )
+
+    def _inference_template(self, form: PlainForm, checked: CheckedInference) -> InferenceTemplate:
+        name, ignored = checked.model.name, checked.ignored
+        members = inference_members(form, model_name=name, info=self._info(form), ignored=ignored)
+        return InferenceTemplate(name, ignored, _template(members)[1:])
+
+    def _safetensors_header(self, form: PlainForm) -> bytes:
         header = {
-            "__metadata__": {"info": orjson.dumps(info).decode()},
+            "__metadata__": {"info": orjson.dumps(self._info(form)).decode()},
             "context": {
                 "dtype": CODE_OF[form.dtype],
                 "shape": list(form.result_shape),
-                "data_offsets": [0, context_bytes],
+                "data_offsets": [0, _context_bytes(form)],
             },
         }
-        text = orjson.dumps(header).replace(b"%", b"%%")
-        return text.replace(b"%.2f" % _QUEUE_MS, b"%.3f").replace(b"%.2f" % _COMPUTE_MS, b"%.3f")
+        return _template(header)
+
+
+def _template(answer: dict[str, Any]) -> bytes:
+    text = orjson.dumps(answer).replace(b"%", b"%%")
+    return text.replace(b"%.2f" % _QUEUE_MS, b"%.3f").replace(b"%.2f" % _COMPUTE_MS, b"%.3f")
+
+
+def _context_bytes(form: PlainForm) -> int:
+    return torch.Size(form.result_shape).numel() * form.dtype.itemsize
+
+
+def _recipe(
+    prepared: Prepared,
+    *,
+    begins: Mapping[str, int],
+    data_bytes: int,
+    timeout_s: float | None,
+    answer: AnswerTemplate,
+) -> PlainRecipe | None:
+    """``begins`` has the first byte of each tensor. None where the tensors are others, or would not lie aligned."""
+    form, problem = prepared.plain, prepared.problem
+    if form is None or not isinstance(problem, AttentionProblem):
+        return None
+    names = ("query",) if form.is_self_attention else ("query", "key", "value")
+    if set(begins) != set(names) or any(begin % ALIGNMENT_BYTES for begin in begins.values()):
+        return None
+    itemsize = form.dtype.itemsize
+    at = [begins[name] // itemsize for name in names]
+    return PlainRecipe(
+        form=form,
+        data_bytes=data_bytes,
+        num_elements=data_bytes // itemsize,
+        query_at=at[0],
+        key_at=at[-2] if len(at) > 1 else 0,
+        value_at=at[-1],
+        query_strides=_strides(form.query_shape),
+        key_strides=_strides(form.key_shape),
+        value_strides=_strides(form.value_shape),
+        query_shape=tuple(problem.query.shape),
+        key_shape=() if problem.key is None else tuple(problem.key.shape),
+        value_shape=() if problem.value is None else tuple(problem.value.shape),
+        options=problem.options,
+        timeout_s=timeout_s,
+        context_bytes=_context_bytes(form),
+        answer=answer,
+    )
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -33,6 +33,11 @@ _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _BARE_WORD = re.compile(rb"[\[,:\s](?:NaN|[-+]?Infinity)\s*[\],}]")
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"(\s*:)?', re.DOTALL)
 _MAX_DEPTH = 8
+MAX_LEVELS = 100
+"""Lists and objects within each other, where a body is read as a tree."""
+_FAST_FROM_BYTES = 2048
+_MAX_FAST_NAMES = 64
+"""pysimdjson looks for a member from the first one on, each time."""
 SIMDJSON_MAX_COUNT = 2**24 - 2
 
 ReadRow = Callable[[list[Any], tuple[int, ...], list[Fault]], list[Any]]
@@ -46,6 +51,12 @@ class ListFault(Exception):
         super().__init__("; ".join(str(misfit) for misfit in self.misfits))
 
 
+class BareWord(float):
+    """NaN or an infinity that stood in the text as a word: not JSON, and some protocols' custom."""
+
+    __slots__ = ()
+
+
 class NestedList(abc.ABC):
     """A list of the body, read as what its field holds: numbers, booleans or whole numbers."""
 
@@ -56,6 +67,10 @@ class NestedList(abc.ABC):
     @abc.abstractmethod
     def plain(self) -> list[Any]:
         """Python lists, for small things and booleans."""
+
+    def strict_numbers(self) -> tuple[NDArray[np.float64], tuple[int, ...]]:
+        """As ``numbers``; NaN and infinities are bare words, and no string is a number. Raises: ListFault."""
+        return _flat_of(self.plain(), _strict_row, np.float64)
 
     def booleans(self) -> tuple[NDArray[np.bool_], tuple[int, ...]]:
         """Flat booleans and the shape. Raises: ListFault."""
@@ -108,6 +123,9 @@ class _SimdList(NestedList):
             return _flat_of(self.plain(), _number_row, np.float64)
         return self._flat
 
+    def strict_numbers(self) -> tuple[NDArray[np.float64], tuple[int, ...]]:
+        return super().strict_numbers() if self._flat is None else self._flat
+
 
 def _count_regular(node: Any, shape: list[int]) -> int:
     """How many lists a node is made of; their objects are never all there at once. Raises: TypeError."""
@@ -138,19 +156,118 @@ def read_object(
     be lists or objects besides. Raises: Malformed, InvalidProblem where it is no object or has more lists than are
     worth walking; a ListFault is raised later, by reading the list.
     """
+    if _may_be_fast(body, max_lists):
+        fast = _read_fast(body, number_fields, other_fields)
+        if fast is not None:
+            return fast, []
+    return _read_slowly(body)
+
+
+def read_tree(
+    body: Buffer, list_name: str, *, max_lists: int = Limits().max_json_lists
+) -> tuple[dict[str, Any], list[Fault]]:
+    """The one object that a body must be, and its repeated names, at whatever depth.
+
+    Each list that is a member called ``list_name``, of whichever object, is a ``NestedList``, and may hold bare words.
+    Raises: as ``read_object``.
+    """
+    if _may_be_fast(body, max_lists) and len(body) >= _FAST_FROM_BYTES:
+        fast = _tree_fast(body, list_name)
+        if fast is not None:
+            return fast, []
+    document = _load(body, takes_words=True)
+    if not isinstance(document, dict):
+        raise InvalidProblem([Fault("", "one JSON object", short(document))])
+    tree: dict[str, Any] = _marked(document, list_name, 1)
+    return tree, _repeated_names(body, document, takes_words=True)
+
+
+def _may_be_fast(body: Buffer, max_lists: int) -> bool:
+    """Whether pysimdjson may have a body. Raises: Malformed, InvalidProblem for one that nobody should read."""
     if bytes(body[:3]) == b"\xef\xbb\xbf":
         raise Malformed("a byte order mark", faults=[Fault("", "JSON in UTF-8 without a byte order mark", "one")])
     written = np.frombuffer(body, dtype=np.uint8)
     num_lists = int(np.count_nonzero(written == ord("[")))
     if num_lists > max_lists:
-        expected = f"at most {max_lists} lists in one body; base64 and safetensors have no such limit"
+        expected = f"at most {max_lists} lists in one body; binary forms have no such limit"
         raise InvalidProblem([Fault("", expected, str(num_lists))])
     # Where an array may have 2^24 elements pysimdjson miscounts it, and writes past the list that it makes of it.
-    if simdjson is not None and np.count_nonzero(written == ord(",")) < SIMDJSON_MAX_COUNT:
-        fast = _read_fast(body, number_fields, other_fields)
-        if fast is not None:
-            return fast, []
-    return _read_slowly(body)
+    return simdjson is not None and int(np.count_nonzero(written == ord(","))) < SIMDJSON_MAX_COUNT
+
+
+class _FastTree:
+    """Reads what pysimdjson has parsed, and counts; TypeError where the other road must decide."""
+
+    def __init__(self, list_name: str) -> None:
+        self._list_name = list_name
+        self.num_lists = self.num_objects = 0
+
+    def object(self, node: Any, level: int) -> dict[str, Any]:
+        names = list(node.keys())
+        if level > MAX_LEVELS or len(names) > _MAX_FAST_NAMES or len(set(names)) != len(names):
+            raise TypeError
+        self.num_objects += 1
+        return {name: self._value(name, node[name], level + 1) for name in names}
+
+    def _value(self, name: str | None, node: Any, level: int) -> Any:
+        if isinstance(node, simdjson.Object):
+            return self.object(node, level)
+        if not isinstance(node, simdjson.Array):
+            return node
+        if name == self._list_name:
+            return self._numbers(node)
+        if level > MAX_LEVELS:
+            raise TypeError
+        self.num_lists += 1
+        return [self._value(None, child, level + 1) for child in node]
+
+    def _numbers(self, node: Any) -> NestedList:
+        read = _SimdList(node)
+        try:
+            self.num_lists += read.take()
+        except TypeError:
+            plain = read.plain()
+            self.num_lists += _count_lists(plain)
+            return _PlainList(plain)
+        return read
+
+
+def _tree_fast(body: Buffer, list_name: str) -> dict[str, Any] | None:
+    """The tree by pysimdjson; None where the other road must decide."""
+    tree = _FastTree(list_name)
+    try:
+        document = simdjson.Parser().parse(body)
+        if not isinstance(document, simdjson.Object):
+            return None
+        members = tree.object(document, 1)
+    except (TypeError, ValueError, RuntimeError, KeyError, UnicodeDecodeError, RecursionError):
+        return None
+    return members if _has_all(body, tree.num_lists, tree.num_objects) else None
+
+
+def _has_all(body: Buffer, num_lists: int, num_objects: int) -> bool:
+    """Whether as many lists and objects were read as the text has brackets: otherwise a list where a number should be
+    was flattened, or the names of an object in a list were not compared; or a string holds a bracket."""
+    written = np.frombuffer(body, dtype=np.uint8)
+    return bool(
+        np.count_nonzero(written == ord("[")) == num_lists and np.count_nonzero(written == ord("{")) == num_objects
+    )
+
+
+def _marked(node: Any, list_name: str, level: int) -> Any:
+    """A tree of plain objects, its lists called ``list_name`` marked. Raises: InvalidProblem where it is too deep."""
+    if level > MAX_LEVELS:
+        raise InvalidProblem([Fault("", f"lists and objects of at most {MAX_LEVELS} levels", "more")])
+    if isinstance(node, dict):
+        return {
+            name: _PlainList(child)
+            if name == list_name and isinstance(child, list)
+            else _marked(child, list_name, level + 1)
+            if isinstance(child, dict | list)
+            else child
+            for name, child in node.items()
+        }
+    return [_marked(child, list_name, level + 1) if isinstance(child, dict | list) else child for child in node]
 
 
 def _read_fast(body: Buffer, number_fields: frozenset[str], other_fields: frozenset[str]) -> dict[str, Any] | None:
@@ -192,12 +309,7 @@ def _read_fast(body: Buffer, number_fields: frozenset[str], other_fields: frozen
                 members[name] = node
     except (TypeError, ValueError, RuntimeError, KeyError, UnicodeDecodeError):
         return None
-    written = np.frombuffer(body, dtype=np.uint8)
-    if np.count_nonzero(written == ord("[")) != num_lists or np.count_nonzero(written == ord("{")) != num_objects:
-        # A list where a number should be would have been flattened, the names of an object in a list were not
-        # compared; or a string holds a bracket.
-        return None
-    return members
+    return members if _has_all(body, num_lists, num_objects) else None
 
 
 def _read_slowly(body: Buffer) -> tuple[dict[str, Any], list[Fault]]:
@@ -208,21 +320,31 @@ def _read_slowly(body: Buffer) -> tuple[dict[str, Any], list[Fault]]:
     return {name: _PlainList(v) if isinstance(v, list) else v for name, v in document.items()}, repeated
 
 
-def _load(body: Buffer) -> Any:
+def _load(body: Buffer, *, takes_words: bool = False) -> Any:
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        if "infinity" in str(error):
+        has_words = _BARE_WORD.search(body) is not None
+        if "infinity" in str(error) or (takes_words and has_words):
             # A number beyond float64: readable, and refused later at its place.
-            return load_small(body)[0]
+            document = load_small(body, takes_words=takes_words)[0]
+            _check_surrogates(document)
+            return document
         received = str(error)
-        expected = "JSON"
-        if _BARE_WORD.search(body):
-            expected = f"JSON, in which {NAN_ADVICE}"
+        expected = f"JSON, in which {NAN_ADVICE}" if has_words and not takes_words else "JSON"
         raise Malformed(f"not JSON: {received}", faults=[Fault("", expected, received)]) from None
 
 
-def load_small(text: Buffer | str) -> tuple[Any, list[str]]:
+def _check_surrogates(document: Any) -> None:
+    """Refuse half a surrogate pair, which the standard library reads and no UTF-8 can say. Raises: Malformed."""
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        fault = Fault("", "text that UTF-8 can say", "half of a surrogate pair")
+        raise Malformed("not JSON: half of a surrogate pair", faults=[fault]) from None
+
+
+def load_small(text: Buffer | str, *, takes_words: bool = False) -> tuple[Any, list[str]]:
     """A short JSON text by the standard library, and the dotted paths of the names that an object in it repeats.
 
     Raises: Malformed.
@@ -235,21 +357,21 @@ def load_small(text: Buffer | str) -> tuple[Any, list[str]]:
         found = found or len(members) != len(pairs)
         return members
 
-    plain = bytes(text) if isinstance(text, memoryview) else text
+    options: dict[str, Any] = {
+        "parse_int": _whole_or_infinite,
+        "parse_constant": BareWord if takes_words else _refuse_word,
+    }
     try:
-        document = json.loads(
-            plain, object_pairs_hook=unique, parse_constant=_refuse_word, parse_int=_whole_or_infinite
-        )
-        return document, _repetitions(
-            json.loads(plain, object_pairs_hook=_Pairs, parse_int=_whole_or_infinite), ""
-        ) if found else []
+        plain = text if isinstance(text, str) else str(text, "utf-8")
+        document = json.loads(plain, object_pairs_hook=unique, **options)
+        return document, _repetitions(json.loads(plain, object_pairs_hook=_Pairs, **options), "") if found else []
     except (ValueError, RecursionError) as error:
         raise Malformed(f"not JSON: {error}", faults=[Fault("", "JSON", str(error) or "too deep")]) from None
 
 
 def _whole_or_infinite(digits: str) -> int | float:
-    # Python refuses to convert more digits than this; as a number it is beyond float64 anyway.
-    return int(digits) if len(digits) < 4000 else float(digits)
+    # Not every number of more digits can be made a float, and none of them is a whole number that counts.
+    return int(digits) if len(digits) < 300 else float(digits)
 
 
 class _Pairs(list[tuple[str, Any]]):
@@ -279,12 +401,12 @@ def repeated_fault(name: str) -> Fault:
     return Fault(short_name(name), "each name once", "it more than once")
 
 
-def _repeated_names(body: Buffer, document: Any) -> list[Fault]:
+def _repeated_names(body: Buffer, document: Any, *, takes_words: bool = False) -> list[Fault]:
     """A colon follows a string only in an object, so the names in the text can be counted without reading it."""
     written = sum(1 for match in _STRING.finditer(body) if match.group(1))
     if written == _count_names(document):
         return []
-    return [repeated_fault(name) for name in load_small(body)[1]]
+    return [repeated_fault(name) for name in load_small(body, takes_words=takes_words)[1]]
 
 
 def _count_names(node: Any) -> int:
@@ -367,6 +489,17 @@ def _number_row(row: list[Any], path: tuple[int, ...], misfits: list[Fault]) -> 
             misfits.append(Fault(_dotted((*path, index)), expected, short(item)))
         numbers.append(number)
     return numbers
+
+
+def _strict_row(row: list[Any], path: tuple[int, ...], misfits: list[Fault]) -> list[float]:
+    if set(map(type, row)) <= {int, float} and math.inf not in row and -math.inf not in row:
+        return row
+    for index, item in enumerate(row):
+        if isinstance(item, bool) or not isinstance(item, int | float):
+            misfits.append(Fault(_dotted((*path, index)), "a number", short(item)))
+        elif math.isinf(item) and not isinstance(item, BareWord):
+            misfits.append(Fault(_dotted((*path, index)), "a number that float64 can hold", "one beyond it"))
+    return row
 
 
 def _bool_row(row: list[Any], path: tuple[int, ...], misfits: list[Fault]) -> list[bool]:

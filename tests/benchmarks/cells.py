@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import orjson
 import torch
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from torch import Tensor
 
+from service.wire import open_inference_pb2 as messages
 from tests.benchmarks.headers import ANSWER_BYTES, HEAD_ALIGNMENT, SHAPE, TEXT_BYTES
 
 Sizes = tuple[int, int, int, int]
@@ -28,6 +30,9 @@ MIXED_LENGTHS = range(17, 257)
 MIXED_SEED = 3
 NAMES = ("query", "key", "value")
 ATTENTION_PATH = "/v1/attention"
+MODEL = "sdpa"
+"""Of the service's Open Inference Protocol."""
+INFER_METHOD = "/inference.GRPCInferenceService/ModelInfer"
 
 
 class NoSuchCell(Exception):
@@ -46,7 +51,8 @@ class Workload:
 class Format:
     """A way of writing tensors, the same in the request and in the answer.
 
-    ``encode`` gives what stands before the tensors and the tensors; ``decode`` the context in an answer.
+    ``encode`` gives what stands before the tensors and the tensors; ``decode`` the context in an answer. ``is_grpc``:
+    what ``encode`` gives is a message, and ``path`` the method that it is sent to.
     """
 
     name: str
@@ -54,6 +60,7 @@ class Format:
     encode: Callable[[Inputs], tuple[bytes, bytes]]
     decode: Callable[[bytes, Sizes], Tensor]
     path: str = ATTENTION_PATH
+    is_grpc: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,43 @@ def _decode_json(body: bytes, sizes: Sizes) -> Tensor:
     return _tensor(np.asarray(orjson.loads(body)["context"], np.float32))
 
 
+def _encode_v2(inputs: Inputs) -> tuple[bytes, bytes]:
+    described = [
+        {
+            "name": name,
+            "shape": list(tensor.shape),
+            "datatype": "FP32",
+            "parameters": {"binary_data_size": tensor.nbytes},
+        }
+        for name, tensor in zip(NAMES, inputs, strict=True)
+    ]
+    outputs = [{"name": "context", "parameters": {"binary_data": True}}]
+    return json.dumps({"inputs": described, "outputs": outputs}).encode(), join(inputs)
+
+
+def _decode_v2(body: bytes, sizes: Sizes) -> Tensor:
+    data_at = len(body) - tensor_bytes(sizes)
+    (output,) = json.loads(body[:data_at])["outputs"]
+    return decode_raw(body[data_at:], tuple(output["shape"]))
+
+
+def _encode_grpc(model: str, inputs: Inputs) -> tuple[bytes, bytes]:
+    request = messages.ModelInferRequest(model_name=model)
+    for name, tensor in zip(NAMES, inputs, strict=True):
+        request.inputs.add(name=name, datatype="FP32", shape=list(tensor.shape))
+        request.raw_input_contents.append(tensor.numpy().tobytes())
+    return b"", request.SerializeToString()
+
+
+def _decode_grpc(body: bytes, sizes: Sizes) -> Tensor:
+    try:
+        answer = messages.ModelInferResponse.FromString(body)
+    except DecodeError as error:
+        raise ValueError(str(error)) from error
+    (output,), (contents,) = answer.outputs, answer.raw_output_contents
+    return _tensor(np.frombuffer(contents, "<f4").reshape(tuple(output.shape)))
+
+
 def decode_raw(body: bytes, sizes: Sizes) -> Tensor:
     """An answer that is the context and nothing else."""
     return _tensor(np.frombuffer(body, "<f4").reshape(sizes))
@@ -125,6 +169,17 @@ def _tensor(numbers: NDArray[np.float32]) -> Tensor:
     return torch.from_numpy(numbers.copy())
 
 
+def v2_of(model: str, name: str) -> Format:
+    """The Open Inference Protocol over HTTP, with Triton's extension for binary tensors."""
+    return Format(name, "application/octet-stream", _encode_v2, _decode_v2, path=f"/v2/models/{model}/infer")
+
+
+def grpc_of(model: str, name: str) -> Format:
+    """The Open Inference Protocol over gRPC, with raw contents."""
+    encode = functools.partial(_encode_grpc, model)
+    return Format(name, "application/grpc", encode, _decode_grpc, path=INFER_METHOD, is_grpc=True)
+
+
 def _mixed_sizes() -> tuple[Sizes, ...]:
     lengths = random.Random(MIXED_SEED).sample(MIXED_LENGTHS, NUM_MIXED_LENGTHS)
     return tuple((1, 8, length, 64) for length in lengths)
@@ -132,6 +187,8 @@ def _mixed_sizes() -> tuple[Sizes, ...]:
 
 SAFETENSORS = Format("safetensors", "application/vnd.safetensors", _encode_safetensors, _decode_safetensors)
 JSON = Format("json", "application/json", _encode_json, _decode_json)
+V2 = v2_of(MODEL, "v2")
+GRPC = grpc_of(MODEL, "grpc")
 TINY = Workload("tiny", ((1, 4, 16, 32),) * MAX_ALIKE_REQUESTS)
 SMALL = Workload("small", ((1, 8, 128, 64),) * MAX_ALIKE_REQUESTS)
 MEDIUM = Workload("medium", ((1, 8, 512, 64),) * MAX_ALIKE_REQUESTS)
@@ -156,24 +213,44 @@ CELLS = (
     Cell(SMALL, JSON, 8, is_optional=True),
     Cell(MEDIUM, JSON, 1, is_optional=True),
     Cell(MEDIUM, JSON, 8, is_optional=True),
+    Cell(TINY, V2, 1),
+    Cell(TINY, V2, 32, is_optional=True),
+    Cell(SMALL, V2, 1),
+    Cell(SMALL, V2, 8),
+    Cell(SMALL, V2, 32, is_optional=True),
+    Cell(MEDIUM, V2, 1, is_optional=True),
+    Cell(MEDIUM, V2, 8, is_optional=True),
+    Cell(LARGE, V2, 1, is_optional=True),
+    Cell(TINY, GRPC, 1),
+    Cell(TINY, GRPC, 32),
+    Cell(SMALL, GRPC, 1),
+    Cell(SMALL, GRPC, 8),
+    Cell(SMALL, GRPC, 32),
+    Cell(MEDIUM, GRPC, 1),
+    Cell(MEDIUM, GRPC, 8),
+    Cell(LARGE, GRPC, 1),
 )
+USUAL = "usual"
+"""The pattern for all cells that are not optional."""
 
 
-def select_cells(patterns: str | None) -> list[Cell]:
-    """The cells that any of the patterns fits: ``tiny``, ``medium/json``, ``c1``, with commas between; None: the usual.
+def select_cells(patterns: str) -> list[Cell]:
+    """The cells that any of the patterns fits: ``tiny``, ``medium/json``, ``c1``, ``usual``, with commas between.
 
     Raises: NoSuchCell for a pattern that fits none.
     """
-    if patterns is None:
-        return [cell for cell in CELLS if not cell.is_optional]
     chosen: set[Cell] = set()
     for pattern in patterns.split(","):
         parts = set(pattern.strip().split("/"))
-        fitting = {cell for cell in CELLS if parts <= set(cell.name.split("/"))}
+        fitting = {cell for cell in CELLS if parts <= _words(cell)}
         if not fitting:
             raise NoSuchCell(f"{pattern!r} fits none of {', '.join(cell.name for cell in CELLS)}")
         chosen |= fitting
     return [cell for cell in CELLS if cell in chosen]
+
+
+def _words(cell: Cell) -> set[str]:
+    return {*cell.name.split("/"), *([] if cell.is_optional else [USUAL])}
 
 
 @functools.cache
@@ -185,8 +262,13 @@ def inputs_of(sizes: Sizes, index: int) -> Inputs:
 
 
 def request_bytes(sizes: Sizes, form: Format, index: int) -> bytes:
-    """A whole HTTP request. Every contender is sent the same headers, also those that others are there for."""
+    """A whole HTTP request, or message of gRPC.
+
+    Every contender is sent the same headers, also those that others are there for.
+    """
     text, data = form.encode(inputs_of(sizes, index))
+    if form.is_grpc:
+        return text + data
     head = (
         f"POST {form.path} HTTP/1.1\r\n"
         "host: 127.0.0.1\r\n"

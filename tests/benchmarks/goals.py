@@ -74,6 +74,8 @@ def _goals(
         yield Goal(cell, f"requests/s / {peer}", limit, _over(peer))
 
 
+OF_GRPCAIO = {"grpcaio_raw": 0.9}
+OF_GRPC = {**OF_GRPCAIO, "triton_grpc": 1.0}
 GOALS = (
     *_goals("large/safetensors/c1", over_bound=0.95, rss_over_bytes=1.5, over_best_peer=1),
     *_goals("tiny/safetensors/c1", over_bound=0.60, over_best_peer=2, over_peers={"triton_http": 4}),
@@ -85,6 +87,14 @@ GOALS = (
     *_goals("medium/safetensors/c8", over_bound=0.95, over_best_peer=1),
     *_goals("mixed/safetensors/c64", over_best_peer=1.5),
     *_goals("small/json/c1", cpu_ms=14, over_peers={"fastapi_json": 13}),
+    *_goals("tiny/grpc/c1", over_peers=OF_GRPCAIO),
+    *_goals("tiny/grpc/c32", over_peers=OF_GRPCAIO),
+    *_goals("small/grpc/c1", over_peers=OF_GRPCAIO),
+    *_goals("small/grpc/c8", over_peers=OF_GRPC),
+    *_goals("small/grpc/c32", over_peers=OF_GRPC),
+    *_goals("medium/grpc/c1", over_peers=OF_GRPC),
+    *_goals("medium/grpc/c8", over_peers=OF_GRPC),
+    *_goals("large/grpc/c1", over_peers=OF_GRPC),
 )
 
 

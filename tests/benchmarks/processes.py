@@ -36,13 +36,17 @@ class ServerFailed(Exception):
 
 @dataclass(slots=True)
 class Server:
-    """A running server and everything it started. ``idle_rss_mb`` is its memory once it was ready, before any load."""
+    """A running server and everything it started. ``idle_rss_mb`` is its memory once it was ready, before any load.
+
+    ``grpc_port`` is None where it listens on one port only.
+    """
 
     name: str
     port: int
     log: Path
     process: subprocess.Popen[bytes] = field(repr=False)
     idle_rss_mb: float = 0.0
+    grpc_port: int | None = None
 
     def cpu_s(self) -> float:
         """Processor time so far, of the whole tree."""
@@ -76,6 +80,7 @@ def running(
     arguments: Sequence[str],
     *,
     port: int,
+    grpc_port: int | None = None,
     folder: Path,
     environment: Mapping[str, str] | None = None,
     ready_path: str | None = None,
@@ -97,7 +102,7 @@ def running(
             stderr=output,
             start_new_session=True,
         )
-    server = Server(name, port, log, process)
+    server = Server(name, port, log, process, grpc_port=grpc_port)
     try:
         _wait_until_ready(server, ready_path)
         server.idle_rss_mb = _settled_rss_mb(server)

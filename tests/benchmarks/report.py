@@ -42,7 +42,7 @@ def machine_facts() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "commit": _commit(),
-        **{name: version(name) for name in ("torch", "uvicorn", "uvloop", "httptools", "fastapi", "orjson")},
+        **{name: version(name) for name in ("torch", "uvicorn", "uvloop", "httptools", "fastapi", "orjson", "grpcio")},
     }
 
 
@@ -59,7 +59,7 @@ def write(
         "settings": settings,
         "cells": [one.as_json() for one in figures],
         "goals": [outcome.as_json() for outcome in outcomes(figures)],
-        "peers_left_out": failures,
+        "left_out": failures,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
@@ -83,7 +83,7 @@ def show(figures: Sequence[Figures], machine: dict[str, Any], failures: Sequence
 
 
 def _service_table(figures: Sequence[Figures]) -> Table:
-    table = _table(
+    table = new_table(
         "service",
         "req/s",
         "p50 ms",
@@ -100,15 +100,15 @@ def _service_table(figures: Sequence[Figures]) -> Table:
         ours, ratios = one.service, one.ratios
         table.add_row(
             one.cell.name,
-            *_texts(ours.requests_per_s, ours.p50_ms, ours.p99_ms, ratios["p99_over_p50"]),
-            *_texts(ours.cpu_ms, ours.peak_rss_mb, ours.rss_over_idle_mb),
-            *_texts(ratios["requests_over_echo"], ratios["requests_over_bound"], ratios["p50_over_torch"]),
+            *number_texts(ours.requests_per_s, ours.p50_ms, ours.p99_ms, ratios["p99_over_p50"]),
+            *number_texts(ours.cpu_ms, ours.peak_rss_mb, ours.rss_over_idle_mb),
+            *number_texts(ratios["requests_over_echo"], ratios["requests_over_bound"], ratios["p50_over_torch"]),
         )
     return table
 
 
 def _limits_table(figures: Sequence[Figures]) -> Table:
-    table = _table(
+    table = new_table(
         "limits",
         "echo req/s",
         "p50 ms",
@@ -124,41 +124,43 @@ def _limits_table(figures: Sequence[Figures]) -> Table:
         echo, bound = one.echo, one.bound
         table.add_row(
             one.cell.name,
-            *_texts(echo.requests_per_s, echo.p50_ms, echo.cpu_ms),
-            *_texts(bound.requests_per_s, bound.p50_ms, bound.cpu_ms),
-            *_texts(one.torch.requests_per_s, one.torch.p50_ms, one.drift),
+            *number_texts(echo.requests_per_s, echo.p50_ms, echo.cpu_ms),
+            *number_texts(bound.requests_per_s, bound.p50_ms, bound.cpu_ms),
+            *number_texts(one.torch.requests_per_s, one.torch.p50_ms, one.drift),
         )
     return table
 
 
 def _peers_table(figures: Sequence[Figures]) -> Table:
-    table = _table("peers", "", "req/s", "p50 ms", "p99 ms", "CPU ms", "peak MB", "over idle", "ours / it", num_words=2)
+    table = new_table(
+        "peers", "", "req/s", "p50 ms", "p99 ms", "CPU ms", "peak MB", "over idle", "ours / it", num_words=2
+    )
     for one in figures:
         for name, peer in one.peers.items():
             table.add_row(
                 one.cell.name,
                 name,
-                *_texts(peer.requests_per_s, peer.p50_ms, peer.p99_ms, peer.cpu_ms),
-                *_texts(peer.peak_rss_mb, peer.rss_over_idle_mb, one.over_peers[name]),
+                *number_texts(peer.requests_per_s, peer.p50_ms, peer.p99_ms, peer.cpu_ms),
+                *number_texts(peer.peak_rss_mb, peer.rss_over_idle_mb, one.over_peers[name]),
             )
     return table
 
 
 def _goals_table(figures: Sequence[Figures]) -> Table:
-    table = _table("goals", "", "", "reached", "", num_words=2)
+    table = new_table("goals", "", "", "reached", "", num_words=2)
     for outcome in outcomes(figures):
         goal = outcome.goal
         table.add_row(
             goal.cell,
             goal.what,
             f"{'<=' if goal.is_ceiling else '>='} {goal.limit:g}",
-            *_texts(outcome.reached),
+            *number_texts(outcome.reached),
             _MARKS[outcome.is_met],
         )
     return table
 
 
-def _table(*columns: str, num_words: int = 1) -> Table:
+def new_table(*columns: str, num_words: int = 1) -> Table:
     """``num_words`` columns hold words, the others numbers."""
     table = Table(box=box.SIMPLE)
     for column in columns[:num_words]:
@@ -168,7 +170,7 @@ def _table(*columns: str, num_words: int = 1) -> Table:
     return table
 
 
-def _texts(*numbers: float | None) -> list[str]:
+def number_texts(*numbers: float | None) -> list[str]:
     return ["" if number is None else _text(number) for number in numbers]
 
 

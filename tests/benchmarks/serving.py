@@ -1,8 +1,9 @@
 """The service beside its limits, in one run: ``make bench``, or ``python -m tests.benchmarks.serving --help``.
 
 In every round each cell is asked of the service, of a bare echo, of the bound, of torch in this process and of the
-peers that were named, one after the other, so that a ratio holds on a machine whose speed drifts. Nothing here passes
-or fails on a time; what fails is an answer that is wrong, missing or not 200. A peer that gives one is left out.
+peers that were named, one after the other, so that a ratio holds on a machine whose speed drifts; cells of gRPC of a
+bare grpc.aio server too. Nothing here passes or fails on a time; what fails is an answer that is wrong, missing or not
+200. A peer that gives one is left out.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tests.benchmarks import report
 from tests.benchmarks.cells import (
     CELLS,
     SAFETENSORS,
+    USUAL,
     Cell,
     Format,
     NoSuchCell,
@@ -39,9 +41,9 @@ from tests.benchmarks.cells import (
     tensor_bytes,
 )
 from tests.benchmarks.figures import Figures, Round, Sample, summarize
-from tests.benchmarks.generator import Generator, LoadFailed, NoCompiler
-from tests.benchmarks.peers.catalogue import PEERS, NoSuchPeer, Peer, select_peers
-from tests.benchmarks.peers.install import NotInstalled, python_of
+from tests.benchmarks.generator import Generator, GrpcGenerator, LoadFailed, NoCompiler, NoGrpcCompiler
+from tests.benchmarks.peers.catalogue import GRPCAIO_RAW, PEERS, NoSuchPeer, Peer, running_peer, select_peers
+from tests.benchmarks.peers.install import NotInstalled
 from tests.benchmarks.processes import HOST, KEEPS_MEMORY, Server, ServerFailed, free_ports, running
 
 MAX_ABS_ERROR = 1e-5
@@ -71,13 +73,16 @@ class Servers:
 
 
 class Bench:
-    """Measures cells. ``folder`` holds requests, answers and the load generator."""
+    """Measures cells. ``folder`` holds requests, answers and the load generators; ``grpc_generator`` is there where a
+    cell is of gRPC.
+    """
 
-    def __init__(self, servers: Servers, folder: Path, *, seconds: float) -> None:
+    def __init__(self, servers: Servers, folder: Path, grpc_generator: GrpcGenerator | None, *, seconds: float) -> None:
         self._servers = servers
         self._folder = folder
         self._seconds = seconds
         self._generator = Generator(folder)
+        self._grpc_generator = grpc_generator
         self._left_out: set[tuple[str, Cell]] = set()
 
     def measure(self, cell: Cell, *, turn: int) -> Round:
@@ -99,9 +104,11 @@ class Bench:
             if len(body) != expected_bytes:
                 raise WrongAnswer(f"echo, {cell.name}: {len(body)} bytes instead of {expected_bytes}")
 
+        # The echo and the bound know HTTP only: beside gRPC they show what it costs.
+        echo_form = SAFETENSORS if cell.format.is_grpc else cell.format
         contenders: dict[str, Callable[[], Sample | None]] = {
             "service": lambda: self._load(servers.service, cell, cell.format, check_service),
-            "echo": lambda: self._load(servers.echo, cell, cell.format, check_echo),
+            "echo": lambda: self._load(servers.echo, cell, echo_form, check_echo),
             # The bound reads no text: beside JSON it shows what the text costs.
             "bound": lambda: self._load(servers.bound, cell, SAFETENSORS, check_bound),
             "torch": lambda: _in_process(cell.sizes, self._seconds * TORCH_SHARE),
@@ -135,13 +142,16 @@ class Bench:
         requests = [self._request_file(cell, form, index) for index in range(len(cell.sizes))]
         server.reset_peak()
         cpu_before = server.cpu_s()
-        load = self._generator.run(
-            server,
-            requests,
-            connections=cell.connections,
-            seconds=self._seconds,
-            min_answers=max(MIN_ANSWERS, cell.connections),
-        )
+        min_answers = max(MIN_ANSWERS, cell.connections)
+        if form.is_grpc:
+            assert self._grpc_generator is not None
+            load = self._grpc_generator.run(
+                server, form.path, requests, calls=cell.connections, seconds=self._seconds, min_answers=min_answers
+            )
+        else:
+            load = self._generator.run(
+                server, requests, connections=cell.connections, seconds=self._seconds, min_answers=min_answers
+            )
         cpu_s = server.cpu_s() - cpu_before
         for index, body in enumerate(load.answers):
             check(index, body)
@@ -202,82 +212,95 @@ def _error(what: str, decode: Callable[[bytes, Sizes], Tensor], body: bytes, siz
     return difference
 
 
+def running_service(port: int, grpc_port: int, folder: Path) -> contextlib.AbstractContextManager[Server]:
+    """The service with both doors. Raises: ServerFailed."""
+    return running(
+        "service",
+        ["-m", "service", "serve", "--host", HOST, "--port", str(port)],
+        port=port,
+        grpc_port=grpc_port,
+        folder=folder,
+        environment={**SERVICE_ENVIRONMENT, "ATTN_GRPC_PORT": str(grpc_port)},
+        ready_path="/readyz",
+    )
+
+
 @contextlib.contextmanager
 def start_servers(folder: Path, peers: Sequence[Peer]) -> Iterator[Servers]:
     """The three servers and the peers, each on a free port. A peer that does not start is left out.
 
     Raises: ServerFailed, also when one of the three does not end as it must.
     """
-    ports = free_ports(3 + len(peers))
-    serve = ["-m", "service", "serve", "--host", HOST, "--port", str(ports[0])]
+    service_port, grpc_port, echo_port, bound_port, *peer_ports = free_ports(4 + len(peers))
     with contextlib.ExitStack() as stack:
-        service = running(
-            "service", serve, port=ports[0], folder=folder, environment=SERVICE_ENVIRONMENT, ready_path="/readyz"
-        )
         echo = running(
             "echo",
-            ["-m", "tests.benchmarks.echo", str(ports[1])],
-            port=ports[1],
+            ["-m", "tests.benchmarks.echo", str(echo_port)],
+            port=echo_port,
             folder=folder,
             environment=KEEPS_MEMORY,
             exit_codes=UVICORN_EXIT_CODES,
         )
         bound = running(
             "bound",
-            ["-m", "tests.benchmarks.bound", str(ports[2])],
-            port=ports[2],
+            ["-m", "tests.benchmarks.bound", str(bound_port)],
+            port=bound_port,
             folder=folder,
             environment=KEEPS_MEMORY,
         )
         servers = Servers(
-            service=stack.enter_context(service),
+            service=stack.enter_context(running_service(service_port, grpc_port, folder)),
             echo=stack.enter_context(echo),
             bound=stack.enter_context(bound),
             peers=[],
         )
-        for peer, port in zip(peers, ports[3:], strict=True):
+        for peer, port in zip(peers, peer_ports, strict=True):
             try:
-                servers.peers.append((peer, stack.enter_context(_running_peer(peer, port, folder))))
+                servers.peers.append((peer, stack.enter_context(running_peer(peer, port, folder))))
             except (NotInstalled, ServerFailed) as error:
                 servers.failures.append(f"{peer.name} is left out: {error}")
         yield servers
 
 
-@contextlib.contextmanager
-def _running_peer(peer: Peer, port: int, folder: Path) -> Iterator[Server]:
-    """Raises: NotInstalled, ServerFailed."""
-    own_folder = folder / peer.name
-    own_folder.mkdir()
-    with running(
-        peer.name,
-        ["-m", peer.module, str(port), str(own_folder)],
-        port=port,
-        folder=folder,
-        environment=peer.environment,
-        ready_path=peer.ready_path,
-        exit_codes=None,
-        python=python_of(peer.venv),
-    ) as server:
-        yield server
-
-
 def run(
     cells: list[Cell], peers: Sequence[Peer], *, num_rounds: int, seconds: float
 ) -> tuple[list[Figures], Sequence[str]]:
-    """Every cell in every round; and why peers were left out.
+    """Every cell in every round; and why cells or peers were left out.
 
     Raises: NoCompiler, ServerFailed, LoadFailed, WrongAnswer.
     """
     torch.set_num_threads(1)
-    rounds: dict[Cell, list[Round]] = {cell: [] for cell in cells}
-    with tempfile.TemporaryDirectory(prefix="attn-bench-") as name, start_servers(Path(name), peers) as servers:
-        bench = Bench(servers, Path(name), seconds=seconds)
-        for turn in range(num_rounds):
-            began = time.monotonic()
-            for cell in cells:
-                rounds[cell].append(bench.measure(cell, turn=turn))
-            print(f"round {turn + 1} of {num_rounds}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    return [summarize(cell, rounds[cell]) for cell in cells], servers.failures
+    with tempfile.TemporaryDirectory(prefix="attn-bench-") as name:
+        folder = Path(name)
+        cells, grpc_generator, failures = _measurable(cells, folder)
+        references = [] if grpc_generator is None else [GRPCAIO_RAW]
+        rounds: dict[Cell, list[Round]] = {cell: [] for cell in cells}
+        with start_servers(folder, [*references, *peers]) as servers:
+            bench = Bench(servers, folder, grpc_generator, seconds=seconds)
+            for turn in range(num_rounds):
+                began = time.monotonic()
+                for cell in cells:
+                    rounds[cell].append(bench.measure(cell, turn=turn))
+                print(
+                    f"round {turn + 1} of {num_rounds}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True
+                )
+    return [summarize(cell, rounds[cell]) for cell in cells], [*failures, *servers.failures]
+
+
+def _measurable(cells: list[Cell], folder: Path) -> tuple[list[Cell], GrpcGenerator | None, list[str]]:
+    """The cells whose load generator can be built, that of gRPC where one needs it, and why others are left out.
+
+    Raises: NoGrpcCompiler when none is left.
+    """
+    others = [cell for cell in cells if not cell.format.is_grpc]
+    if len(others) == len(cells):
+        return cells, None, []
+    try:
+        return cells, GrpcGenerator(folder), []
+    except NoGrpcCompiler as error:
+        if not others:
+            raise
+        return others, None, [f"cells of gRPC are left out: {error}"]
 
 
 def main() -> int:
@@ -286,7 +309,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=_length_s, default=0.6, help="each measurement, default: 0.6")
     parser.add_argument(
         "--cells",
-        help="such as tiny, medium/json or c1, with commas between; default: all but "
+        default=USUAL,
+        help="such as tiny, medium/json or c1, with commas between; default: usual, which is all but "
         + ", ".join(cell.name for cell in CELLS if cell.is_optional),
     )
     parser.add_argument(

@@ -198,12 +198,15 @@ def test_numbers_that_json_has_no_words_for_travel_as_rapidjson_writes_them(
 def test_half_numbers_in_json_are_refused_before_computing(triton_http: Client, dtype: torch.dtype) -> None:
     tensors = operands(1, 1, 3, 4, dtype=dtype)
     model = f"sdpa{SUFFIXES[dtype]}"
-    with pytest.raises(InferenceServerException) as refused:
-        triton_http.infer(model, tensors, ["context"], binary=False)
-    assert status_of(refused.value) == "400" and "binary" in refused.value.message()
     inputs, asked = triton_http.inputs(tensors), triton_http.asked(["context"], binary=False)
     with pytest.raises(InferenceServerException) as refused:
         triton_http.call("infer", model, inputs, outputs=asked)
+    assert status_of(refused.value) == "400" and "binary" in refused.value.message()
+    if dtype == torch.bfloat16:
+        # The client itself refuses to send it as numbers.
+        return
+    with pytest.raises(InferenceServerException) as refused:
+        triton_http.infer(model, tensors, ["context"], binary=False)
     assert status_of(refused.value) == "400" and "binary" in refused.value.message()
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import ssl
 import subprocess
 import sys
 import threading
 import tomllib
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import yaml  # type: ignore[import-untyped]
 from service.failures import FAILURES, INTERNAL
 from service.settings import PREFIX, Settings, read_settings
 from service.telemetry import STAGES, Metrics
+from tests.support.certificates import Authority
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -124,6 +127,42 @@ def test_the_healthcheck_says_what_readyz_says(status: int, code: int) -> None:
     assert answer.returncode == code
 
 
+def test_the_healthcheck_speaks_tls_where_the_service_does(tmp_path: Path) -> None:
+    certificate = Authority(tmp_path).sign("server")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate.file, certificate.key_file)
+
+    class Door(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Door) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        server.timeout = 20
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        environment = {"ATTN_PORT": str(server.server_port), "ATTN_TLS_CERTIFICATE_FILE": str(certificate.file)}
+        answer = subprocess.run([sys.executable, *_healthcheck()[1:]], env=environment, check=False, timeout=20)
+        thread.join()
+    assert answer.returncode == 0
+
+
+def test_the_image_shows_the_port_of_each_door() -> None:
+    environment = _runtime_environment()
+    assert ("EXPOSE", f"{environment['ATTN_PORT']} {environment['ATTN_GRPC_PORT']}") in _runtime()
+    published = _read_yaml(DEPLOY / "compose.yaml")["services"]["attn"]["ports"]
+    assert {port.rsplit(":", 1)[1] for port in published} == {environment["ATTN_PORT"], environment["ATTN_GRPC_PORT"]}
+
+
+def test_compose_knows_no_key_of_its_own() -> None:
+    environment = _read_yaml(DEPLOY / "compose.yaml")["services"]["attn"]["environment"]
+    assert environment["ATTN_API_KEYS"] is None
+
+
 def test_the_image_needs_no_curl() -> None:
     assert "curl" not in " ".join(rest for _, rest in _instructions())
 
@@ -184,7 +223,7 @@ def test_compose_takes_every_privilege_away() -> None:
         assert service["read_only"] is True
         assert service["cap_drop"] == ["ALL"]
         assert "no-new-privileges:true" in service["security_opt"]
-        # The service knows no callers.
+        # Without keys the service knows no callers.
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])
 
 
@@ -214,6 +253,8 @@ def test_alerts_fire_for_what_they_are_for_and_not_otherwise() -> None:
     subprocess.run(["promtool", "test", "rules", Path(__file__).with_name("alerts_fire.yaml")], check=True)
 
 
-def _check_settings(environment: dict[str, str]) -> Settings:
-    """Each ATTN_ variable is a setting, with a value it takes."""
-    return read_settings({name: text for name, text in environment.items() if name.startswith(PREFIX)})
+def _check_settings(environment: Mapping[str, str | None]) -> Settings:
+    """Each ATTN_ variable is a setting, with a value it takes; one without a value is taken from outside."""
+    named = {name: text for name, text in environment.items() if name.startswith(PREFIX)}
+    assert {name.removeprefix(PREFIX).lower() for name in named} <= Settings.model_fields.keys()
+    return read_settings({name: text for name, text in named.items() if text is not None})

@@ -11,24 +11,53 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-CELLS = ("tiny/safetensors/c1", "mixed/safetensors/c64", "tiny/json/c1")
-PEERS = ["fastapi_raw", "fastapi_json", "triton_http"]
+from tests.benchmarks.generator import GrpcGenerator, NoGrpcCompiler
+
+CELLS = ("tiny/safetensors/c1", "mixed/safetensors/c64", "tiny/json/c1", "tiny/v2/c1")
+GRPC_CELL = "tiny/grpc/c32"
+PEERS = ["fastapi_raw", "fastapi_json", "triton_http", "triton_grpc"]
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="the load generator needs a C compiler")
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="the load generator needs a C compiler")
+@needs_compiler
 def test_a_short_benchmark_runs_to_its_end(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    arguments = ["--rounds", "1", "--seconds", "0.05", "--cells", ",".join(CELLS), "--peers", "all"]
-    command = [sys.executable, "-m", "tests.benchmarks.serving", *arguments, "--json", str(figures)]
-    environment = {**os.environ, "PEERS_ENV": str(tmp_path / "nothing is installed here")}
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    written = json.loads(figures.read_text())
+    asked = [*CELLS, GRPC_CELL]
+    # Nothing is called like this compiler: the cell of gRPC is left out, as on a machine that cannot build its load.
+    ran, written = _bench(tmp_path, "--cells", ",".join(asked), "--peers", "all", CXX="no-compiler-is-called-this")
     assert [cell["name"] for cell in written["cells"]] == list(CELLS)
     assert {goal["cell"] for goal in written["goals"]} < set(CELLS)
     for name in CELLS:
         assert name in ran.stdout
-    assert [failure.partition(" ")[0] for failure in written["peers_left_out"]] == PEERS
+    left_out_cells, *left_out_peers = written["left_out"]
+    assert "cells of gRPC are left out" in left_out_cells
+    assert "no-compiler-is-called-this" in left_out_cells
+    assert [failure.partition(" ")[0] for failure in left_out_peers] == PEERS
+
+
+@needs_compiler
+def test_grpc_is_measured_beside_a_bare_server(tmp_path: Path) -> None:
+    try:
+        GrpcGenerator(tmp_path)
+    except NoGrpcCompiler as error:
+        pytest.skip(str(error))
+    _, written = _bench(tmp_path, "--cells", GRPC_CELL)
+    (cell,) = written["cells"]
+    assert cell["name"] == GRPC_CELL
+    assert cell["requests_over_peers"].keys() == {"grpcaio_raw"}
+    assert [goal["what"] for goal in written["goals"]] == ["requests/s / grpcaio_raw"]
+    assert written["left_out"] == []
+
+
+def _bench(
+    folder: Path, *arguments: str, **environment: str
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    figures = folder / "figures.json"
+    command = [sys.executable, "-m", "tests.benchmarks.serving", "--rounds", "1", "--seconds", "0.05", *arguments]
+    environment = {**os.environ, "PEERS_ENV": str(folder / "nothing is installed here"), **environment}
+    ran = subprocess.run([*command, "--json", str(figures)], capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return ran, json.loads(figures.read_text())

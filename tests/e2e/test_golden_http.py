@@ -71,7 +71,7 @@ def test_every_golden_case_is_accounted_for() -> None:
     assert all(case.op == "layer" for case in golden_cases() if case.name in not_yet)
 
 
-@pytest.mark.parametrize("path", ["/v1/layer", "/v1/attention/gradients", "/v1/attention/plan", "/v2/health/live"])
+@pytest.mark.parametrize("path", ["/v1/layer", "/v1/attention/gradients", "/v1/attention/plan"])
 def test_what_is_not_served_yet_is_not_found(client: httpx.Client, path: str) -> None:
     answer = client.post(path, json={})
     assert answer.status_code == 404

@@ -360,7 +360,7 @@ def test_the_examples_of_the_documentation_run_as_they_stand(client: httpx.Clien
             .get("examples", {})
             .items()
         ):
-            answer = client.post(path, json=example[1]["value"])
+            answer = client.post(path.format(model="attention"), json=example[1]["value"])
             assert answer.status_code == (422 if "faults" in example[0] else 200), (example[0], answer.text)
             ran += 1
     assert ran >= 5

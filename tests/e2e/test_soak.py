@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import uvloop
 
-from tests.benchmarks.processes import Server
-from tests.benchmarks.soak import bits, disconnects, overload, text
+from tests.benchmarks.processes import Server, free_ports
+from tests.benchmarks.soak import bits, disconnects, fuzz, overload, text
 from tests.benchmarks.soak.outcome import Law, Outcome
 from tests.benchmarks.soak.service import serving
 from tests.support.server import RunningServer
@@ -79,4 +79,11 @@ def test_a_stop_under_load_leaves_nobody_without_an_answer(tmp_path: Path) -> No
 @needs_compiler
 def test_text_and_binary_bodies_are_answered_beside_each_other(shared_server: Server, tmp_path: Path) -> None:
     outcome = text.measure(shared_server, tmp_path, seconds=0.2, rounds=1)
+    assert broken_of(outcome) == ([], [])
+
+
+def test_no_mutated_request_is_a_mistake_of_the_server(tmp_path: Path) -> None:
+    (grpc_port,) = free_ports(1)
+    with serving(tmp_path, fuzz.SETTINGS | {"ATTN_GRPC_PORT": str(grpc_port)}) as server:
+        outcome = fuzz.measure(server, grpc_port, count=1500, seed=3, warm_up=300)
     assert broken_of(outcome) == ([], [])

@@ -8,16 +8,13 @@ import itertools
 import json
 import random
 import re
-import shutil
 import signal
 import socket
 import ssl
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -28,6 +25,7 @@ from attn_core import Engine
 from service.doors.asgi_protocol import AsgiProtocol
 from service.doors.receive_buffers import LANDING_BYTES, MIN_BUFFER_BYTES, SPARE_BYTES
 from tests.support.bodies import JSON, SAFETENSORS, list_body, safetensors_body
+from tests.support.certificates import Authority
 from tests.support.in_process import GatedEngine, InProcess, service_in_process
 from tests.support.roads import (
     BOTH,
@@ -1225,36 +1223,15 @@ def test_a_drain_whose_limit_is_over_answers_503_in_every_phase(road: Road) -> N
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate of nobody, and its key."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("no openssl to make a certificate with")
-    folder = tmp_path_factory.mktemp("certificate")
-    command = [
-        openssl,
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-        "-days",
-        "2",
-    ]
-    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    command += ["-keyout", str(folder / "key.pem"), "-out", str(folder / "certificate.pem")]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder / "certificate.pem", folder / "key.pem"
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture(scope="module")
-def tls_service(certificate: tuple[Path, Path]) -> Iterator[InProcess]:
-    def with_certificate(config: Any) -> None:
-        config.ssl_certfile, config.ssl_keyfile = map(str, certificate)
-
-    with service_in_process(new_engine(), loop_engine=new_engine(), configure=with_certificate) as running:
+def tls_service(authority: Authority) -> Iterator[InProcess]:
+    certificate = authority.sign("server")
+    files = {"tls_certificate_file": certificate.file, "tls_key_file": certificate.key_file}
+    with service_in_process(new_engine(), loop_engine=new_engine(), **files) as running:
         while not running.call(lambda: running.parts.lifecycle.is_ready):
             pass
         yield running
@@ -1266,18 +1243,18 @@ def tls_port(tls_service: InProcess) -> int:
 
 
 class TlsCaller(Caller):
-    def __init__(self, port: int, certificate: Path) -> None:
+    def __init__(self, port: int, authority: Authority) -> None:
         super().__init__(port)
-        context = ssl.create_default_context(cafile=str(certificate))
+        context = ssl.create_default_context(cafile=authority.file)
         self.socket = context.wrap_socket(self.socket, server_hostname="127.0.0.1")
 
 
 @BOTH
 def test_tls_is_the_same_road(
-    tls_service: InProcess, certificate: tuple[Path, Path], port: int, road: Road, asgi_requests: list[AsgiProtocol]
+    tls_service: InProcess, authority: Authority, port: int, road: Road, asgi_requests: list[AsgiProtocol]
 ) -> None:
     bodies = [PLAIN, MANUAL, b"xy", sized_body(200_000), sized_body(1_500_000), PLAIN, body_of(300, 64)]
-    with TlsCaller(port_of(tls_service), certificate[0]) as secret, Caller(port) as plain:
+    with TlsCaller(port_of(tls_service), authority) as secret, Caller(port) as plain:
         for body in bodies:
             text = request(road, body)
             replies = []
@@ -1295,12 +1272,10 @@ def test_tls_is_the_same_road(
     until_empty(tls_service)
 
 
-def test_lines_of_requests_over_tls_are_answered_in_order(
-    tls_service: InProcess, certificate: tuple[Path, Path]
-) -> None:
+def test_lines_of_requests_over_tls_are_answered_in_order(tls_service: InProcess, authority: Authority) -> None:
     for mix in ("b", "m", "ba", "mbxajclb"):
         texts, statuses = in_line(24, mix)
-        with TlsCaller(port_of(tls_service), certificate[0]) as caller:
+        with TlsCaller(port_of(tls_service), authority) as caller:
             caller.send(b"".join(texts))
             assert [reply.status for reply in caller.replies(24)] == statuses
             caller.send(*cuts(b"".join(texts), range(0, 10_000, 333)))
@@ -1310,8 +1285,8 @@ def test_lines_of_requests_over_tls_are_answered_in_order(
 
 
 @BOTH
-def test_a_real_client_over_tls(tls_service: InProcess, certificate: tuple[Path, Path], road: Road) -> None:
-    context = ssl.create_default_context(cafile=str(certificate[0]))
+def test_a_real_client_over_tls(tls_service: InProcess, authority: Authority, road: Road) -> None:
+    context = ssl.create_default_context(cafile=authority.file)
     url = tls_service.url.replace("http://", "https://")
     with httpx.Client(base_url=url, verify=context, timeout=WAIT_S) as client:
         for _ in range(3):

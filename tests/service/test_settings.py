@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
@@ -135,3 +137,118 @@ def test_a_default_deadline_over_the_longest_is_refused() -> None:
     (reason,) = caught.value.reasons
     assert "ATTN_REQUEST_TIMEOUT_S 60" in reason
     assert "ATTN_MAX_TIMEOUT_S 5" in reason
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("one", ("one",)),
+        ("one,two", ("one", "two")),
+        (" one , two\n", ("one", "two")),
+        ("one,one", ("one", "one")),
+        ("!~" + "k" * 510, ("!~" + "k" * 510,)),
+    ],
+)
+def test_keys_come_from_the_variable(text: str, keys: tuple[str, ...]) -> None:
+    assert read_settings({"ATTN_API_KEYS": text}).keys() == keys
+
+
+def test_keys_come_from_the_file_too(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# of the team\n\n  one  \ntwo\r\n #three\nfour#")
+    assert read_settings({"ATTN_API_KEYS_FILE": str(file)}).keys() == ("one", "two", "four#")
+    both = read_settings({"ATTN_API_KEYS_FILE": str(file), "ATTN_API_KEYS": "zero"})
+    assert both.keys() == ("zero", "one", "two", "four#")
+
+
+def test_without_keys_nobody_is_asked_for_one() -> None:
+    assert read_settings({}).keys() == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        ",",
+        "SECRET,",
+        ",SECRET",
+        "SECRET,,SECRET",
+        "SECRET SECRET",
+        "SECRÉT",
+        "SECRET\x7f",
+        "SECRET\0",
+        "S" * 513,
+    ],
+)
+def test_an_empty_key_and_what_is_none_stop_the_start_and_are_not_shown(text: str) -> None:
+    (reason,) = reasons_of({"ATTN_API_KEYS": text})
+    assert reason.startswith("ATTN_API_KEYS: key ")
+    assert "SECR" not in reason
+    assert "SSS" not in reason
+
+
+@pytest.mark.parametrize(
+    "content", ["", "\n\n", "# SECRET\n", "SECRET SECRET", "one\nSECRET,SECRET", "\ufeffSECRET", "SECRÉT"]
+)
+def test_a_file_without_a_key_or_with_what_is_none_stops_the_start(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(content)
+    (reason,) = reasons_of({"ATTN_API_KEYS_FILE": str(file)})
+    assert reason.startswith("ATTN_API_KEYS_FILE: ")
+    assert reason.endswith(f"received '{file}'")
+    assert "SECR" not in reason
+
+
+@pytest.mark.parametrize(
+    "name", ["ATTN_API_KEYS_FILE", "ATTN_TLS_CERTIFICATE_FILE", "ATTN_TLS_KEY_FILE", "ATTN_TLS_CLIENT_CA_FILE"]
+)
+@pytest.mark.parametrize("path", ["", "/nowhere/keys", "/"])
+def test_a_file_that_cannot_be_read_is_named(name: str, path: str) -> None:
+    (reason,) = reasons_of({name: path})
+    assert reason.startswith(f"{name}: cannot be read: ")
+    assert reason.endswith(f"received {path!r}")
+
+
+def test_keys_are_in_no_text_of_settings() -> None:
+    settings = read_settings({"ATTN_API_KEYS": "SECRET"})
+    for text in (repr(settings), str(settings), settings.model_dump_json(), str(settings.model_dump())):
+        assert "SECRET" not in text
+
+
+def test_the_name_of_a_misspelt_setting_is_told_without_its_value() -> None:
+    (reason,) = reasons_of({"ATTN_API_KEY": "SECRET"})
+    assert "SECRET" not in reason
+
+
+def test_a_key_for_clients_is_nothing_to_the_server() -> None:
+    assert read_settings({"ATTN_CLIENT_KEY": "SECRET"}) == read_settings({})
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (["TLS_CERTIFICATE"], "ATTN_TLS_CERTIFICATE_FILE and ATTN_TLS_KEY_FILE go together"),
+        (["TLS_KEY"], "ATTN_TLS_CERTIFICATE_FILE and ATTN_TLS_KEY_FILE go together"),
+        (["TLS_CLIENT_CA"], "ATTN_TLS_CLIENT_CA_FILE needs"),
+        (["TLS_CERTIFICATE", "TLS_CLIENT_CA"], "ATTN_TLS_CERTIFICATE_FILE and ATTN_TLS_KEY_FILE go together"),
+    ],
+)
+def test_half_of_a_certificate_is_refused(tmp_path: Path, names: list[str], reason: str) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    (said,) = reasons_of({f"ATTN_{name}_FILE": str(file) for name in names})
+    assert said.startswith(reason)
+
+
+def test_one_port_for_both_doors_is_refused_unless_the_system_chooses() -> None:
+    assert reasons_of({"ATTN_PORT": "8001"}) == [
+        "ATTN_PORT and ATTN_GRPC_PORT are both 8001: each door needs a port of its own"
+    ]
+    assert read_settings({"ATTN_PORT": "0", "ATTN_GRPC_PORT": "0"}).port == 0
+
+
+def test_settings_that_disagree_are_all_told() -> None:
+    (reason,) = reasons_of({"ATTN_PORT": "8001", "ATTN_REQUEST_TIMEOUT_S": "700"})
+    assert "ATTN_REQUEST_TIMEOUT_S" in reason
+    assert "ATTN_GRPC_PORT" in reason

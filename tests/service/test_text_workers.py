@@ -39,6 +39,9 @@ from tests.support.bodies import JSON
 from tests.support.server import running_server
 
 LIMITS = ReadLimits()
+READ = functools.partial(json_arrays.read, names=ATTENTION.names, limits=LIMITS.tensors)
+WRITE = functools.partial(json_arrays.write, info={}, encoding="list")
+MEASURE = functools.partial(json_arrays.max_text_bytes, info={}, encoding="list")
 WAIT_S = 30.0
 
 
@@ -84,7 +87,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 async def read(workers: TextWorkers, body: bytes, timeout_s: float = WAIT_S) -> Any:
     build = functools.partial(json_format.build, call=ATTENTION, limits=LIMITS)
-    return await workers.read(body, ATTENTION.names, LIMITS.tensors, Deadline.after(timeout_s), finish=build)
+    return await workers.read(body, READ, Deadline.after(timeout_s), finish=build)
 
 
 def list_body(*shape: int, **options: Any) -> bytes:
@@ -178,7 +181,10 @@ def test_a_worker_writes_the_same_text(encoding: json_arrays.Encoding) -> None:
 
     async def law(workers: TextWorkers) -> None:
         collect = functools.partial(json_format.flat_outputs, outputs)
-        pieces = await workers.write(collect, info, encoding, Deadline.after(WAIT_S))
+        said: dict[str, Any] = {"info": info, "encoding": encoding}
+        write = functools.partial(json_arrays.write, **said)
+        measure = functools.partial(json_arrays.max_text_bytes, **said)
+        pieces = await workers.write(collect, write, measure, Deadline.after(WAIT_S))
         assert b"".join(pieces) == b"".join(json_format.encode(outputs, info, encoding))
         assert all(isinstance(piece, memoryview) for piece in pieces)
 
@@ -209,7 +215,7 @@ def test_no_text_is_longer_than_its_room(dtype: str, shape: tuple[int, ...]) -> 
 def test_no_body_needs_more_than_its_room(body: bytes) -> None:
     region = np.zeros(room_for_reading(len(body)), dtype=np.uint8)
     region[: len(body)] = np.frombuffer(body, dtype=np.uint8)
-    reply = answer(ReadTask(len(body), ATTENTION.names, LIMITS.tensors), region)
+    reply = answer(ReadTask(len(body), READ), region)
     assert isinstance(reply, ReadReply), reply
     assert reply.end <= region.size
 
@@ -235,7 +241,7 @@ def test_a_region_comes_back_when_its_last_tensor_goes() -> None:
         for bad in (b'{"query":[[1]],"scale":"x"}', b"{"):
             with pytest.raises((InvalidProblem, Malformed)):
                 await read(workers, bad)
-        pieces = await workers.write(dict, {}, "list", Deadline.after(WAIT_S))
+        pieces = await workers.write(dict, WRITE, MEASURE, Deadline.after(WAIT_S))
         assert len(worker._leased) == 1
         del pieces
         await until(lambda: not worker._leased)
@@ -365,13 +371,15 @@ def test_two_workers_share_what_waits() -> None:
 
 def test_a_worker_never_imports_torch_and_waits_its_turn() -> None:
     program = (
-        "import sys, numpy, service.text_process as p, service.wire.json_arrays as j; "
+        "import functools, sys, numpy, service.text_process as p, service.wire.json_arrays as j; "
         "from service.wire.arrays import Limits; "
         'body = b\'{"query":[[1.5]],"dtype":"bfloat16"}\'; '
         "region = numpy.zeros(4096, numpy.uint8); region[:len(body)] = numpy.frombuffer(body, numpy.uint8); "
-        "reply = p.answer(p.ReadTask(len(body), j.Names(('query',), ('dtype',)), Limits()), region); "
+        "read = functools.partial(j.read, names=j.Names(('query',), ('dtype',)), limits=Limits()); "
+        "reply = p.answer(p.ReadTask(len(body), read), region); "
         "place = reply.places['query']; "
-        "p.answer(p.WriteTask({'context': place}, {}, 'list', 2048), region); "
+        "write = functools.partial(j.write, info={}, encoding='list'); "
+        "p.answer(p.WriteTask({'context': place}, write, 2048), region); "
         "print(sorted({'torch', 'pydantic', 'asyncio', 'fastapi'} & set(sys.modules)), place.within(region).data)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import uvicorn
 import uvloop
 
 from attn_core import AttentionError, AttentionResult, Engine
 from attn_core.errors import Checkpoint
 from attn_core.prepared import Prepared, Problem
-from service.main import Composition, compose, listen, make_server
+from service.doors.rpc import RpcServer
+from service.main import Composition, compose, listen, make_rpc_server, make_server
 from service.settings import read_settings
 
 WAIT_S = 30.0
@@ -60,8 +60,12 @@ class GatedEngine(Engine):
 class InProcess:
     """A running service; ``call`` runs a function in its event loop and gives its result."""
 
-    def __init__(self, url: str, parts: Composition, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, url: str, parts: Composition, engine: Engine, loop: asyncio.AbstractEventLoop, rpc: RpcServer | None
+    ) -> None:
         self.url = url
+        self.rpc = rpc
+        self.grpc_port = 0
         self.parts = parts
         self.engine = engine
         self._loop = loop
@@ -71,6 +75,10 @@ class InProcess:
             return function()
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(WAIT_S)
+
+    def run(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """What a coroutine in its event loop gives."""
+        return asyncio.run_coroutine_threadsafe(work(), self._loop).result(WAIT_S)
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Have the event loop call it behind all that it is to call already."""
@@ -83,12 +91,12 @@ def service_in_process(
     *,
     start_engine: bool = True,
     loop_engine: Engine | None = None,
-    configure: Callable[[uvicorn.Config], object] | None = None,
+    with_grpc: bool = False,
     **settings: Any,
 ) -> Iterator[InProcess]:
     """The real app, queue, batcher and server around ``engine``; the loop itself computes by ``loop_engine``, if any.
 
-    ``configure`` may change what uvicorn is told.
+    ``with_grpc`` opens a port for gRPC as well.
     """
     resolved = read_settings({}, **settings)
     listener = listen("127.0.0.1", 0)
@@ -106,14 +114,18 @@ def service_in_process(
             measure=None,
         )
         server = make_server(parts, resolved)
-        if configure is not None:
-            configure(server.config)
         if start_engine:
             parts.batcher.start()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        started.append(InProcess(f"http://127.0.0.1:{port}", parts, engine, asyncio.get_running_loop()))
+        rpc = make_rpc_server(parts, resolved) if with_grpc else None
+        service = InProcess(f"http://127.0.0.1:{port}", parts, engine, asyncio.get_running_loop(), rpc)
+        if rpc is not None:
+            service.grpc_port = await rpc.start("127.0.0.1:0")
+        started.append(service)
         is_up.set()
         await asyncio.to_thread(stop.wait)
+        if rpc is not None:
+            await rpc.stop(WAIT_S)
         server.should_exit = True
         await serving
         if start_engine:

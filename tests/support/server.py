@@ -25,6 +25,7 @@ class RunningServer:
 
     process: subprocess.Popen[str]
     port: int
+    grpc_port: int
     log: list[dict[str, Any]]
     follower: threading.Thread
 
@@ -59,7 +60,7 @@ def server_environment(**settings: str) -> dict[str, str]:
 def spawn(**settings: str) -> RunningServer:
     """Start a server; given back as soon as it listens, ready or not. Ended by ``RunningServer.end``."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "service", "serve", "--port", "0"],
+        [sys.executable, "-m", "service", "serve", "--port", "0", "--grpc-port", "0"],
         env=server_environment(**settings),
         stderr=subprocess.PIPE,
         text=True,
@@ -85,7 +86,7 @@ def spawn(**settings: str) -> RunningServer:
 
     follower = threading.Thread(target=follow)
     follower.start()
-    return RunningServer(process, int(log[-1]["port"]), log, follower)
+    return RunningServer(process, int(log[-1]["port"]), int(log[-1]["grpc_port"]), log, follower)
 
 
 def wait_until_ready(url: str) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from torch import Tensor
-
-from tests.benchmarks.cells import JSON, NAMES, SAFETENSORS, Format, Inputs, Sizes, decode_raw, join, tensor_bytes
-from tests.benchmarks.processes import KEEPS_MEMORY
+from tests.benchmarks.cells import GRPC, JSON, SAFETENSORS, V2, Format, Inputs, decode_raw, grpc_of, join, v2_of
+from tests.benchmarks.peers.install import python_of
+from tests.benchmarks.processes import KEEPS_MEMORY, Server, running
 
 
 class NoSuchPeer(Exception):
@@ -18,16 +19,18 @@ class NoSuchPeer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A server that answers the same attention, run as ``python -m MODULE PORT FOLDER`` by its venv's Python.
+    """A server that answers the same attention, run as ``python -m MODULE PORT FOLDER ARGUMENTS`` by its venv's Python,
+    or by the one that runs this.
 
     ``formats`` says how it is asked in the cells of each of our formats; it takes no part in others. The folder is its
     own and empty. ``is_optional``: runs when named and not otherwise.
     """
 
     name: str
-    venv: str
+    venv: str | None
     module: str
     formats: Mapping[str, Format]
+    arguments: tuple[str, ...] = ()
     ready_path: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     is_optional: bool = False
@@ -37,29 +40,24 @@ def _encode_raw(inputs: Inputs) -> tuple[bytes, bytes]:
     return b"", join(inputs)
 
 
-def _encode_v2(inputs: Inputs) -> tuple[bytes, bytes]:
-    """The Open Inference Protocol with Triton's extension for binary tensors."""
-    described = [
-        {
-            "name": name,
-            "shape": list(tensor.shape),
-            "datatype": "FP32",
-            "parameters": {"binary_data_size": tensor.nbytes},
-        }
-        for name, tensor in zip(NAMES, inputs, strict=True)
-    ]
-    outputs = [{"name": "context", "parameters": {"binary_data": True}}]
-    return json.dumps({"inputs": described, "outputs": outputs}).encode(), join(inputs)
-
-
-def _decode_v2(body: bytes, sizes: Sizes) -> Tensor:
-    data_at = len(body) - tensor_bytes(sizes)
-    (output,) = json.loads(body[:data_at])["outputs"]
-    return decode_raw(body[data_at:], tuple(output["shape"]))
-
-
 RAW = Format("raw", "application/octet-stream", _encode_raw, decode_raw)
-V2 = Format("v2", "application/octet-stream", _encode_v2, _decode_v2, path="/v2/models/attention/infer")
+TRITON_MODEL = "attention"
+TRITON_V2 = v2_of(TRITON_MODEL, "triton_v2")
+TRITON_GRPC = grpc_of(TRITON_MODEL, "triton_grpc")
+GRPCAIO_RAW = Peer("grpcaio_raw", None, "tests.benchmarks.peers.grpcaio_raw", {GRPC.name: GRPC})
+"""Runs in every cell of gRPC, as the echo does in all: what Python's gRPC can reach."""
+TRITON_HTTP_PEER = Peer(
+    "triton_http",
+    "triton",
+    "tests.benchmarks.peers.triton",
+    {SAFETENSORS.name: TRITON_V2, V2.name: TRITON_V2},
+    arguments=("http",),
+    ready_path="/v2/health/ready",
+)
+# It listens once its models are loaded.
+TRITON_GRPC_PEER = Peer(
+    "triton_grpc", "triton", "tests.benchmarks.peers.triton", {GRPC.name: TRITON_GRPC}, arguments=("grpc",)
+)
 PEERS = (
     Peer("fastapi_raw", "fastapi", "tests.benchmarks.peers.fastapi_raw", {SAFETENSORS.name: RAW}),
     Peer(
@@ -71,9 +69,8 @@ PEERS = (
         is_optional=True,
     ),
     Peer("fastapi_json", "fastapi", "tests.benchmarks.peers.fastapi_json", {JSON.name: JSON}),
-    Peer(
-        "triton_http", "triton", "tests.benchmarks.peers.triton", {SAFETENSORS.name: V2}, ready_path="/v2/health/ready"
-    ),
+    TRITON_HTTP_PEER,
+    TRITON_GRPC_PEER,
 )
 
 
@@ -91,3 +88,21 @@ def select_peers(names: str | None) -> list[Peer]:
     if unknown:
         raise NoSuchPeer(f"no peer is called {', '.join(sorted(unknown))}: {', '.join(peer.name for peer in PEERS)}")
     return [peer for peer in PEERS if peer.name in asked]
+
+
+@contextlib.contextmanager
+def running_peer(peer: Peer, port: int, folder: Path) -> Iterator[Server]:
+    """A peer that is ready. Raises: NotInstalled, ServerFailed."""
+    own_folder = folder / peer.name
+    own_folder.mkdir()
+    with running(
+        peer.name,
+        ["-m", peer.module, str(port), str(own_folder), *peer.arguments],
+        port=port,
+        folder=folder,
+        environment=peer.environment,
+        ready_path=peer.ready_path,
+        exit_codes=None,
+        python=Path(sys.executable) if peer.venv is None else python_of(peer.venv),
+    ) as server:
+        yield server

@@ -22,6 +22,8 @@ CONSTRAINTS = "constraints.txt"
 REQUIREMENTS: dict[str, tuple[str, ...]] = {
     "fastapi": ("fastapi", "pydantic", "uvicorn", "uvloop", "httptools", "numpy", "-c", CONSTRAINTS),
     "triton": ("nvidia-pytriton==0.7.0",),
+    # Newer wheels need glibc 2.38. What its Python client needs is of no use here.
+    "perf_analyzer": ("tritonclient==2.51.0", "nvidia-cuda-runtime-cu12==12.9.79", "--no-deps"),
 }
 DEFAULT_FOLDER = Path.home() / ".cache" / "attn-bench"
 _SHOWN_CHARACTERS = 600
@@ -71,7 +73,9 @@ def _mark(folder: Path) -> Path:
 
 
 def _recipe(name: str) -> str:
-    return "\n".join([*REQUIREMENTS[name], (ROOT / CONSTRAINTS).read_text(), sys.version, str(_LENT)])
+    requirements = REQUIREMENTS[name]
+    constraints = [(ROOT / CONSTRAINTS).read_text()] if CONSTRAINTS in requirements else []
+    return "\n".join([*requirements, *constraints, sys.version, str(_LENT)])
 
 
 def _is_whole(name: str, folder: Path) -> bool:

@@ -1,6 +1,6 @@
 """Triton with its Python backend: the tritonserver binary that nvidia-pytriton ships, without pytriton's proxy.
 
-Run as ``python -m tests.benchmarks.peers.triton PORT FOLDER``; the folder gets the backend and the model.
+Run as ``python -m tests.benchmarks.peers.triton PORT FOLDER http|grpc``; the folder gets the backend and the model.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ dynamic_batching { max_queue_delay_microseconds: 0 }
 """
 
 
-def main(port: int, folder: Path) -> None:
+def main(port: int, folder: Path, protocol: str) -> None:
     """Becomes tritonserver."""
+    (other,) = {"http", "grpc"} - {protocol}
     spec = find_spec("pytriton")
     assert spec is not None and spec.origin is not None
     package = Path(spec.origin).parent
@@ -54,9 +55,9 @@ def main(port: int, folder: Path) -> None:
     arguments = {
         "model-repository": folder / "models",
         "backend-directory": backend.parent,
-        "http-address": "127.0.0.1",
-        "http-port": port,
-        "allow-grpc": "false",
+        f"{protocol}-address": "127.0.0.1",
+        f"{protocol}-port": port,
+        f"allow-{other}": "false",
         "allow-metrics": "false",
         "log-info": "false",
         "exit-timeout-secs": 5,
@@ -69,4 +70,4 @@ def main(port: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

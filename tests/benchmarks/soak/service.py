@@ -26,7 +26,8 @@ def serving(folder: Path, settings: Mapping[str, str], *, ends_itself: bool = Fa
         ["-m", "service", "serve", "--host", HOST, "--port", str(port)],
         port=port,
         folder=folder,
-        environment=settings,
+        # Of no use here, and its usual port may be taken.
+        environment={"ATTN_GRPC_PORT": "0", **settings},
         ready_path="/readyz",
         exit_codes=None if ends_itself else frozenset({0}),
     ) as server:

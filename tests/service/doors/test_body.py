@@ -11,7 +11,17 @@ import pytest
 
 from service.admission import Admission
 from service.deadline import Deadline
-from service.doors.body import Disconnected, Negotiated, negotiate, parameter_faults, read_body
+from service.doors.body import (
+    Coding,
+    DataAt,
+    Disconnected,
+    inference_coding,
+    negotiate,
+    only_coding,
+    parameter_faults,
+    read_body,
+    safetensors_data_at,
+)
 from service.doors.exchange import Exchange
 from service.errors import (
     BodyTooLarge,
@@ -103,15 +113,12 @@ def test_gzip_is_used_where_it_is_accepted(header: str, accepted: bool) -> None:
     assert negotiate({"content-type": JSON, "accept-encoding": header}).accepts_gzip is accepted
 
 
-def forms_of(*, gzipped: bool = False, form: str = JSON) -> Negotiated:
-    return Negotiated(request_form=form, answer_form=form, body_is_gzipped=gzipped, accepts_gzip=False)
-
-
 def read(
     chunks: list[bytes],
     *,
     length: int | None = None,
-    forms: Negotiated | None = None,
+    coding: Coding | None = None,
+    data_at: DataAt | None = None,
     admission: Admission | None = None,
     timeout_s: float = 10.0,
     hang: bool = False,
@@ -140,7 +147,8 @@ def read(
                 permit=permit,
                 deadline=Deadline.after(timeout_s),
                 max_bytes=LIMIT,
-                forms=forms or forms_of(),
+                coding=coding,
+                data_at=data_at,
             )
             return bytes(body)
 
@@ -151,10 +159,10 @@ def read(
         assert admission.requests_inside == 0
 
 
-@pytest.mark.parametrize("form", [JSON, SAFETENSORS])
+@pytest.mark.parametrize("data_at", [None, safetensors_data_at, lambda begun: 3])
 @pytest.mark.parametrize("length", [None, 6])
-def test_chunks_become_the_body(form: str, length: int | None) -> None:
-    assert read([b"ab", b"", b"cd", b"ef"], length=length, forms=forms_of(form=form)) == b"abcdef"
+def test_chunks_become_the_body(data_at: DataAt | None, length: int | None) -> None:
+    assert read([b"ab", b"", b"cd", b"ef"], length=length, data_at=data_at) == b"abcdef"
 
 
 def test_the_data_of_a_safetensors_body_lie_where_torch_would_put_them() -> None:
@@ -177,7 +185,7 @@ def test_the_data_of_a_safetensors_body_lie_where_torch_would_put_them() -> None
                 permit=permit,
                 deadline=Deadline.after(10),
                 max_bytes=LIMIT,
-                forms=forms_of(form=SAFETENSORS),
+                data_at=safetensors_data_at,
             )
         address = np.frombuffer(read_in, dtype=np.uint8).ctypes.data
         return (address + 8 + header_length) % 64
@@ -202,14 +210,74 @@ def test_gzip_is_inflated_one_member_or_several(length: str | None) -> None:
     for size in (1, 7, 1000):
         chunks = [sent[i : i + size] for i in range(0, len(sent), size)]
         declared = len(sent) if length else None
-        assert read(chunks, length=declared, forms=forms_of(gzipped=True)) == b"abc" + b"def" * 100
+        assert read(chunks, length=declared, coding="gzip") == b"abc" + b"def" * 100
+
+
+@pytest.mark.parametrize("length", [None, "sent"])
+def test_deflate_is_inflated_in_the_framing_of_zlib(length: str | None) -> None:
+    sent = zlib.compress(b"abc" * 100)
+    for size in (1, 7, 1000):
+        chunks = [sent[i : i + size] for i in range(0, len(sent), size)]
+        assert read(chunks, length=len(sent) if length else None, coding="deflate") == b"abc" * 100
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"no deflate at all",
+        zlib.compress(b"abc")[:-3],
+        zlib.compress(b"abc", wbits=-15),
+        gzip.compress(b"abc"),
+        zlib.compress(b"abc") + b"rest",
+        zlib.compress(b"abc") + zlib.compress(b"abc"),
+    ],
+)
+def test_what_is_not_one_whole_deflate_stream_is_malformed(sent: bytes) -> None:
+    with pytest.raises(Malformed):
+        read([sent], length=len(sent), coding="deflate")
+
+
+@pytest.mark.parametrize(
+    ("header", "coding"),
+    [("", None), ("identity", None), ("gzip", "gzip"), (" X-GZIP ", "gzip"), ("Deflate", "deflate")],
+)
+def test_the_coding_of_a_body_is_read_without_case(header: str, coding: Coding | None) -> None:
+    assert inference_coding(header) == coding
+
+
+@pytest.mark.parametrize("header", ["br", "gzip, gzip", "gzip, deflate", "x-deflate", "zlib"])
+def test_a_coding_that_is_not_served_is_refused(header: str) -> None:
+    with pytest.raises(MediaTypeNotServed):
+        inference_coding(header)
+
+
+@pytest.mark.parametrize(
+    ("header", "coding"),
+    [
+        ("", None),
+        ("identity", None),
+        ("*", None),
+        ("gzip", "gzip"),
+        ("deflate", "deflate"),
+        ("GZIP;q=0.1", "gzip"),
+        ("gzip;q=0", None),
+        ("gzip;q=x", None),
+        ("gzip, deflate", None),
+        ("gzip, identity", None),
+        ("gzip, identity;q=0", "gzip"),
+        ("gzip;q=0, deflate", "deflate"),
+        ("br", None),
+    ],
+)
+def test_an_answer_is_compressed_where_exactly_one_coding_is_named(header: str, coding: Coding | None) -> None:
+    assert only_coding(header) == coding
 
 
 def test_gzip_that_grows_over_the_limit_is_refused() -> None:
     bomb = gzip.compress(bytes(50 * LIMIT))
     assert len(bomb) < LIMIT
     with pytest.raises(BodyTooLarge):
-        read([bomb], length=len(bomb), forms=forms_of(gzipped=True))
+        read([bomb], length=len(bomb), coding="gzip")
 
 
 @pytest.mark.parametrize(
@@ -217,12 +285,12 @@ def test_gzip_that_grows_over_the_limit_is_refused() -> None:
 )
 def test_what_is_not_whole_gzip_is_malformed(sent: bytes) -> None:
     with pytest.raises(Malformed):
-        read([sent], length=len(sent), forms=forms_of(gzipped=True))
+        read([sent], length=len(sent), coding="gzip")
 
 
 def test_an_empty_body_is_read_as_empty() -> None:
     assert read([b""], length=0) == b""
-    assert read([b""], length=0, forms=forms_of(gzipped=True)) == b""
+    assert read([b""], length=0, coding="gzip") == b""
 
 
 def test_a_client_that_goes_away_ends_the_reading() -> None:
@@ -252,7 +320,6 @@ def test_bodies_of_others_leave_no_room(length: int | None) -> None:
                 permit=permit,
                 deadline=Deadline.after(10),
                 max_bytes=LIMIT,
-                forms=forms_of(),
             )
 
     with admission.request() as other:

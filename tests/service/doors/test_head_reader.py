@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from service.authentication import Authentication
 from service.doors.binary import Head
 from service.doors.http_protocol import HeadReader
 from tests.support.bodies import JSON, SAFETENSORS
@@ -16,7 +17,7 @@ PLAIN = f"POST /v1/attention HTTP/1.1\r\nHost: x\r\nContent-Type: {SAFETENSORS}\
 
 
 def read(head: bytes) -> Head | None:
-    return HeadReader().read(head)
+    return HeadReader(Authentication(())).read(head)
 
 
 def with_lines(*lines: str) -> bytes:
@@ -109,11 +110,30 @@ def test_anything_else_is_left_to_the_other_road(head: bytes) -> None:
 
 
 def test_one_reader_tells_heads_apart_whatever_came_before() -> None:
-    reader = HeadReader()
+    reader = HeadReader(Authentication(()))
     other = with_lines("X-Request-Id: b", "Connection: close")
     refused = with_lines("Expect: 100-continue")
     for head in (PLAIN, PLAIN, other, refused, refused, PLAIN, other, b"HELLO\r\n\r\n", other, PLAIN):
         assert reader.read(head) == read(head)
+
+
+WITH_KEY = [with_lines(line) for line in ("Authorization: Bearer K", "authorization: bearer K", "X-API-Key: K")]
+WITHOUT_KEY = [
+    PLAIN,
+    with_lines("Authorization: Bearer k"),
+    with_lines("X-Api-Key: KK"),
+    with_lines("X-Api-Key: K", "X-Api-Key: K"),
+    with_lines("X-Api-Key : K"),
+    with_lines("Cookie: x-api-key=K"),
+]
+
+
+@pytest.mark.parametrize("before", [*WITH_KEY, *WITHOUT_KEY])
+def test_only_heads_with_a_key_are_taken_where_keys_are_set_whatever_came_before(before: bytes) -> None:
+    reader = HeadReader(Authentication(["J", "K"]))
+    for head in (*WITH_KEY, *WITHOUT_KEY):
+        assert (reader.read(before) is not None) == (before in WITH_KEY)
+        assert (reader.read(head) is not None) == (head in WITH_KEY)
 
 
 TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"

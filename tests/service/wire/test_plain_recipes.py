@@ -103,7 +103,7 @@ def test_an_answer_begins_as_if_it_were_written_anew(
     result = Engine(device="cpu", max_threads=1).run([read.prepared])[0]
     assert not isinstance(result, Exception)
     context = result.outputs["context"]
-    beginning = recipe.head_of_answer(compute_s=compute_s)
+    beginning = recipe.answer.beginning(queue_s=0.0, compute_s=compute_s, id_text=b"")
     assert len(beginning) % 8 == 0
     answer = beginning + context.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     outputs, info = read_answer(answer, SAFETENSORS, {})
@@ -132,7 +132,7 @@ def test_an_answer_begins_as_if_it_were_written_anew(
 def test_a_sign_of_percent_stays_one() -> None:
     recipe = Read(operands(1, 2, 3, 16), {}, device="100% %s %d").recipe
     assert recipe is not None
-    answer = recipe.head_of_answer(compute_s=1.0) + bytes(recipe.context_bytes)
+    answer = recipe.answer.beginning(queue_s=0.0, compute_s=1.0, id_text=b"") + bytes(recipe.context_bytes)
     assert read_answer(answer, SAFETENSORS, {})[1]["device"] == "100% %s %d"
 
 

@@ -82,6 +82,8 @@ def test_nan_and_infinities_are_strings(road: str) -> None:
         (b'{"query": [[], []]}', "0"),
         (b'{"query": []}', ""),
         (b'{"query": [1, 1e400]}', "1"),
+        (b'{"query": [1, ' + b"9" * 400 + b"]}", "1"),
+        (b'{"query": [1.5, ' + b"9" * 5000 + b"]}", "1"),
     ],
 )
 def test_a_list_that_is_no_tensor_is_refused_at_its_place(road: str, body: bytes, path: str) -> None:

@@ -1,0 +1,183 @@
+"""What the head of a plain gRPC request says, remembered: the same head again means the same checks, kernel and cost.
+
+As ``plain_recipes`` does for requests over HTTP. A head is all of the message but its id and its raw contents, byte for
+byte, so two requests with one head differ in their numbers alone.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from attn_core.placement import ALIGNMENT_BYTES
+from attn_core.prepared import PlainForm, Prepared
+from attn_core.problem import AttentionProblem
+from service.wire import open_inference_pb2 as pb
+from service.wire.answers import answer_info
+from service.wire.inference import CheckedInference, response_parameters
+from service.wire.inference_models import DATATYPE_OF, VERSION
+from service.wire.open_inference_proto import Frame, raw_output_head, write_parameters
+from service.wire.plain_recipes import PlainRecipe
+
+MAX_RECIPES = 1024
+MAX_HEAD_BYTES = 2048
+"""A longer head is read anew each time."""
+_QUEUE_MS, _COMPUTE_MS = 314159.25, 271828.25
+"""Stand in a template where numbers go that differ from answer to answer."""
+_DOUBLE = struct.Struct("<d")
+
+
+@dataclass(frozen=True, slots=True)
+class ProtoTemplate:
+    """An answer up to the context's bytes, cut where the times go."""
+
+    model_name: str
+    ignored: tuple[str, ...]
+    parts: tuple[bytes, bytes, bytes]
+    are_times_swapped: bool
+
+    def beginning(self, *, queue_s: float, compute_s: float, id_text: bytes) -> bytes:
+        """``id_text`` is the whole field of the id, which requests and answers have alike."""
+        times = _DOUBLE.pack(round(queue_s * 1e3, 3)), _DOUBLE.pack(round(compute_s * 1e3, 3))
+        first, second = times[::-1] if self.are_times_swapped else times
+        before, between, behind = self.parts
+        return b"".join((before, first, between, second, behind, id_text))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProtoRecipe:
+    """``plain`` says how the numbers lie once they are put together: each raw content, of so many bytes, from its
+    ``begin`` on; between them are ``gaps``, to be filled with 0."""
+
+    plain: PlainRecipe
+    template: ProtoTemplate
+    sizes: tuple[int, ...]
+    begins: tuple[int, ...]
+    gaps: tuple[tuple[int, int], ...]
+    data_head: bytes
+
+    def fill(self, view: memoryview, message: memoryview, frame: Frame) -> None:
+        """Put the numbers of a message together, from the beginning of ``view`` on."""
+        for (start, stop), begin in zip(frame.spans, self.begins, strict=True):
+            view[begin : begin + stop - start] = message[start:stop]
+        for begin, end in self.gaps:
+            view[begin:end] = bytes(end - begin)
+
+
+class ProtoRecipes:
+    """The latest ``MAX_RECIPES`` recipes, by the bytes of their head."""
+
+    def __init__(self, *, device: str) -> None:
+        self._device = device
+        self._recipes: OrderedDict[bytes, ProtoRecipe] = OrderedDict()
+
+    def get(self, frame: Frame) -> ProtoRecipe | None:
+        recipe = self._recipes.get(frame.key)
+        if (
+            recipe is None
+            or recipe.sizes != tuple([stop - start for start, stop in frame.spans])
+            or not _is_plain_id(frame.id_field)
+        ):
+            return None
+        return recipe
+
+    def remember(self, frame: Frame, sizes: Mapping[str, int], checked: CheckedInference, prepared: Prepared) -> None:
+        """Keep what was found out about a head, if its requests are plain ones. ``sizes`` has the bytes of each input,
+        all of them raw."""
+        form, problem = prepared.plain, prepared.problem
+        if (
+            form is None
+            or not isinstance(problem, AttentionProblem)
+            or len(frame.key) > MAX_HEAD_BYTES
+            or checked.timeout_s is not None
+            or checked.queue_timeout_s is not None
+            or set(sizes) != set(("query",) if form.is_self_attention else ("query", "key", "value"))
+        ):
+            return
+        if len(self._recipes) >= MAX_RECIPES:
+            self._recipes.popitem(last=False)
+        self._recipes[frame.key] = self._recipe(form, problem, sizes, checked)
+
+    def _recipe(
+        self, form: PlainForm, problem: AttentionProblem, sizes: Mapping[str, int], checked: CheckedInference
+    ) -> ProtoRecipe:
+        begins, gaps, end = {}, [], 0
+        for name, size in sizes.items():
+            begins[name], end = end, end + size
+            if end % ALIGNMENT_BYTES:
+                gaps.append((end, end - end % -ALIGNMENT_BYTES))
+                end = gaps[-1][1]
+        template = self._template(form, checked)
+        itemsize = form.dtype.itemsize
+        context_bytes = math.prod(form.result_shape) * itemsize
+        plain = PlainRecipe(
+            form=form,
+            data_bytes=end,
+            num_elements=end // itemsize,
+            query_at=begins["query"] // itemsize,
+            key_at=begins.get("key", 0) // itemsize,
+            value_at=begins.get("value", 0) // itemsize,
+            query_strides=_strides(form.query_shape),
+            key_strides=_strides(form.key_shape),
+            value_strides=_strides(form.value_shape),
+            query_shape=tuple(problem.query.shape),
+            key_shape=() if problem.key is None else tuple(problem.key.shape),
+            value_shape=() if problem.value is None else tuple(problem.value.shape),
+            options=problem.options,
+            timeout_s=None,
+            context_bytes=context_bytes,
+            answer=template,
+        )
+        return ProtoRecipe(
+            plain=plain,
+            template=template,
+            sizes=tuple(sizes.values()),
+            begins=tuple(begins.values()),
+            gaps=tuple(gaps),
+            data_head=raw_output_head(context_bytes),
+        )
+
+    def _template(self, form: PlainForm, checked: CheckedInference) -> ProtoTemplate:
+        info = answer_info(
+            path=form.path,
+            why=form.why,
+            device=self._device,
+            dtype=form.dtype,
+            queue_ms=_QUEUE_MS,
+            compute_ms=_COMPUTE_MS,
+            batch_requests=1,
+            empty_rows=0,
+            nonfinite_rows=0,
+            peak_bytes=form.cost.peak_bytes,
+            flops=form.cost.flops,
+        )
+        message = pb.ModelInferResponse(model_name=checked.model.name, model_version=VERSION)
+        write_parameters(message.parameters, response_parameters(info, checked.ignored))
+        datatype = DATATYPE_OF[form.dtype].name
+        message.outputs.add(name="context", datatype=datatype, shape=form.result_shape)
+        text = message.SerializeToString()
+        queue_at, compute_at = text.index(_DOUBLE.pack(_QUEUE_MS)), text.index(_DOUBLE.pack(_COMPUTE_MS))
+        first, second = sorted((queue_at, compute_at))
+        parts = text[:first], text[first + _DOUBLE.size : second], text[second + _DOUBLE.size :]
+        return ProtoTemplate(checked.model.name, checked.ignored, parts, are_times_swapped=compute_at < queue_at)
+
+
+def _is_plain_id(id_field: bytes) -> bool:
+    """Whether the field of an id can be sent back unread: it is text, its length one byte long."""
+    if id_field.isascii():
+        return True
+    try:
+        id_field[2:].decode()
+    except UnicodeDecodeError:
+        return False
+    return id_field[1] < 128
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for axis in reversed(shape[1:]):
+        strides.append(strides[-1] * axis)
+    return tuple(reversed(strides))
