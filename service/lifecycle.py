@@ -117,6 +117,8 @@ class Lifecycle:
         loop = asyncio.get_running_loop()
 
         def ask(number: int, frame: FrameType | None) -> None:
+            # Whoever goes on asking would keep the loop from doing what was asked.
+            self.ignore_signals()
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self.ask_to_stop)
 

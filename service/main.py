@@ -144,9 +144,12 @@ def read_tls(settings: Settings) -> tuple[ssl.SSLContext, grpc.ServerCredentials
     certificate, key = settings.tls_certificate_file, settings.tls_key_file
     if certificate is None or key is None:
         return None
-    files = {"certificate": certificate, "key": key, "client_ca": settings.tls_client_ca_file}
+    client_ca = settings.tls_client_ca_file
     try:
-        return tls.http_context(**files), tls.grpc_credentials(**files)
+        return (
+            tls.http_context(certificate=certificate, key=key, client_ca=client_ca),
+            tls.grpc_credentials(certificate=certificate, key=key, client_ca=client_ca),
+        )
     except tls.UnusableCertificate as error:
         raise StartError(f"cannot speak TLS: {error}") from None
 
@@ -466,6 +469,7 @@ async def _serve(settings: Settings, device: torch.device, listener: socket.sock
     lifecycle.ignore_signals()
     engine_ended = await asyncio.to_thread(parts.batcher.stop, ENGINE_STOP_S)
     await asyncio.to_thread(parts.text_workers.stop)
+    parts.inference.shared_memory.close()
     log.info("stopped", extra={"fields": {"given_up_requests": given_up, "unsent_answers": unsent}})
     return (1 if given_up or unsent or is_lost else 0), engine_ended
 

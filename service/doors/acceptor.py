@@ -60,6 +60,10 @@ class Acceptor:
         self._listener.close()
 
     async def wait_closed(self) -> None:
+        if self._tls is not None:
+            # Who has not ended the handshake by now may never do so.
+            for task in self._coming:
+                task.cancel()
         if self._coming:
             await asyncio.wait(self._coming)
 

@@ -31,11 +31,12 @@ from service.doors.answers import refusal_reason
 from service.doors.exchange import Exchange, record
 from service.doors.inference import Inference, InferenceAnswer, error_text
 from service.doors.peer import is_loopback_address
-from service.doors.receive_buffers import ReceiveBuffer, ReceiveBuffers
+from service.doors.receive_buffers import LANDING_BYTES, ReceiveBuffer, ReceiveBuffers
 from service.doors.rpc_neighbours import HEALTH, INFERENCE, REFLECTION, REFLECTION_ALPHA, Health, Reflection
 from service.errors import DeadlinePassed, NotFound, NotServed, Overloaded, ServiceError, Unavailable
 from service.failures import INTERNAL, Failure
 from service.lifecycle import State
+from service.telemetry import OTHER_ROUTE
 from service.wire import open_inference_pb2 as pb
 from service.wire.inference import CheckedInference, InferenceRequest
 from service.wire.inference_models import DATATYPES, Model
@@ -49,12 +50,11 @@ from service.wire.open_inference_proto import (
     parse,
     read_message,
     read_request,
-    split,
     stream_answer,
     stream_error,
     write_answer,
 )
-from service.wire.proto_recipes import ProtoRecipe, ProtoRecipes
+from service.wire.proto_recipes import ProtoRecipe, ProtoRecipes, Received
 from service.wire.tensors import memory_of
 
 log = logging.getLogger("attn.door")
@@ -122,7 +122,8 @@ class RpcDoor(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._admission = admission
         self._authentication = authentication
         self._buffers = buffers
-        self._recipes = recipes
+        self._landing = ReceiveBuffer(LANDING_BYTES)
+        self.recipes = recipes
         self._lifecycle = inference.lifecycle
         self._metrics = inference.metrics
         self._health = Health(inference.lifecycle)
@@ -138,11 +139,12 @@ class RpcDoor(grpc.GenericRpcHandler):  # type: ignore[misc]
     # What gRPC calls
 
     def service(self, call: Any) -> Any:
-        """The handler of a call whose message has not been read; None for a method that is not there."""
+        """The handler of a call whose message has not been read; None for a method that is not there.
+
+        Whoever brings no key is not told which are.
+        """
         method = call.method
         handler = self._handlers.get(method)
-        if handler is None:
-            return None
         try:
             if self._authentication.is_required and method not in _OPEN:
                 metadata = dict(call.invocation_metadata)
@@ -151,7 +153,10 @@ class RpcDoor(grpc.GenericRpcHandler):  # type: ignore[misc]
                 self.inference.check_room()
         except Exception as error:
             # A handler of streams need not read what it refuses.
-            return grpc.stream_stream_rpc_method_handler(functools.partial(self._refuse_unread, error, method))
+            route = OTHER_ROUTE if handler is None else method
+            return grpc.stream_stream_rpc_method_handler(functools.partial(self._refuse_unread, error, route))
+        if handler is None:
+            return None
         if not handler.request_streaming:
             task = asyncio.current_task()
             assert task is not None
@@ -327,8 +332,8 @@ class RpcDoor(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def _infer(self, data: bytes, rpc_context: Any) -> bytes:
         began = time.monotonic()
-        frame = split(data)
-        pieces = self.answer_at_once(_INFER, data, frame, began, rpc_context)
+        received = self.recipes.find(data)
+        pieces = self.answer_at_once(_INFER, received, began, rpc_context)
         if pieces is not None:
             answer = b"".join(pieces)
             if len(answer) > SHORT_BYTES:
@@ -341,7 +346,7 @@ class RpcDoor(grpc.GenericRpcHandler):  # type: ignore[misc]
                 with contextlib.ExitStack() as inside:
                     inside.enter_context(self._lifecycle.work())
                     permit = self.enter(inside, len(data))
-                    pieces = await self.answer(data, frame, exchange, rpc_context, permit)
+                    pieces = await self.answer(received, exchange, rpc_context, permit)
                     answer = b"".join(pieces)
                     sending = inside.pop_all()
             except Exception as error:
@@ -389,11 +394,9 @@ class RpcDoor(grpc.GenericRpcHandler):  # type: ignore[misc]
         permit.hold(num_bytes)
         return permit
 
-    def answer_at_once(
-        self, route: str, data: bytes, frame: Frame | None, began: float, rpc_context: Any
-    ) -> list[Piece] | None:
+    def answer_at_once(self, route: str, received: Received, began: float, rpc_context: Any) -> list[Piece] | None:
         """The answer to a plain request that is known, computed here and now; None where it takes the longer way."""
-        recipe = None if frame is None else self._recipes.get(frame)
+        data, frame, recipe = received.data, received.frame, received.recipe
         if frame is None or recipe is None or self._lifecycle.state is not State.READY:
             return None
         plain = recipe.plain
@@ -403,11 +406,14 @@ class RpcDoor(grpc.GenericRpcHandler):  # type: ignore[misc]
         remaining_s = rpc_context.time_remaining()
         if remaining_s is not None and remaining_s <= 0:
             return None
-        buffer = self._buffers.lease(plain.data_bytes)
+        # What is computed before the next is read can share one place with it.
+        is_long = plain.data_bytes > LANDING_BYTES
+        buffer = self._buffers.lease(plain.data_bytes) if is_long else self._landing
         recipe.fill(buffer.view, memoryview(data), frame)
         parsed = time.monotonic()
         context = self._attend.run_plain_at_once(plain.form, *buffer.views(plain, 0), estimated_s)
-        self._buffers.give_back(buffer)
+        if is_long:
+            self._buffers.give_back(buffer)
         if context is None:
             return None
         computed = time.monotonic()
@@ -435,13 +441,11 @@ class RpcDoor(grpc.GenericRpcHandler):  # type: ignore[misc]
         )
         return [beginning, recipe.data_head, memory_of(context)]
 
-    async def answer(
-        self, data: bytes, frame: Frame | None, exchange: Exchange, rpc_context: Any, permit: BytePermit
-    ) -> list[Piece]:
+    async def answer(self, received: Received, exchange: Exchange, rpc_context: Any, permit: BytePermit) -> list[Piece]:
         """A ModelInferResponse to a request that has been let in. Raises: whatever a refusal says."""
+        data, frame, recipe = received.data, received.frame, received.recipe
         exchange.received_bytes = len(data)
         asked = Asked(exchange.began, rpc_context.time_remaining(), is_loopback_peer(rpc_context.peer()), permit)
-        recipe = None if frame is None else self._recipes.get(frame)
         if frame is not None and recipe is not None:
             answer = await self._infer_known(data, frame, recipe, asked, exchange)
             behind: list[Piece] = []
@@ -506,7 +510,7 @@ class RpcDoor(grpc.GenericRpcHandler):  # type: ignore[misc]
                 self._check_answer(checked, prepared)
                 is_plain = all(output.place is None for output in checked.outputs) and not asks_final
                 if frame is not None and sizes is not None and len(sizes) == len(request.inputs) and is_plain:
-                    self._recipes.remember(frame, sizes, checked, prepared)
+                    self.recipes.remember(frame, sizes, checked, prepared)
                 return 0
 
             with self._counted(model, asked):
@@ -689,17 +693,16 @@ class Stream:
             self._items.put_nowait(None)
 
     def _begin(self, data: bytes) -> Item:
-        began, frame = time.monotonic(), split(data)
-        pieces = self._door.answer_at_once(_STREAM, data, frame, began, self._context)
+        began = time.monotonic()
+        received = self._door.recipes.find(data)
+        pieces = self._door.answer_at_once(_STREAM, received, began, self._context)
         if pieces is not None:
             return Item(pieces=stream_answer(pieces))
         item = Item()
-        item.task = asyncio.create_task(self._answer(data, frame, began, item.inside))
+        item.task = asyncio.create_task(self._answer(received, began, item.inside))
         return item
 
-    async def _answer(
-        self, data: bytes, frame: Frame | None, began: float, inside: contextlib.ExitStack
-    ) -> list[Piece]:
+    async def _answer(self, received: Received, began: float, inside: contextlib.ExitStack) -> list[Piece]:
         """Raises: Refusal where the first error is to end the stream."""
         door = self._door
         exchange = door.exchange(self._context)
@@ -707,13 +710,13 @@ class Stream:
         with door.recorded(_STREAM, exchange):
             try:
                 with door.inference.lifecycle.work():
-                    permit = door.enter(inside, len(data))
-                    return stream_answer(await door.answer(data, frame, exchange, self._context, permit))
+                    permit = door.enter(inside, len(received.data))
+                    return stream_answer(await door.answer(received, exchange, self._context, permit))
             except Exception as error:
                 failure, text = door.refusal(error, exchange)
                 if self._error_ends_it:
                     raise Refusal(error, exchange, failure, text) from None
-                return [stream_error(text, id_of(data, frame))]
+                return [stream_error(text, id_of(received.data, received.frame))]
 
     async def _leave(self, current: Item | None) -> None:
         """Give up whatever is still inside."""

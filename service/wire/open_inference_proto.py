@@ -270,7 +270,7 @@ def _typed(contents: pb.InferTensorContents, elements: Sequence[Any], datatype: 
     name, count = dtype_text(datatype.dtype), len(elements)
     room = aligned_room(name, count)
     if datatype.name in _PACKED_BYTES:
-        contents.DiscardUnknownFields()
+        contents.DiscardUnknownFields()  # type: ignore[attr-defined]
         packed = contents.SerializeToString()
         begin = len(packed) - count * _PACKED_BYTES[datatype.name]
         room[:] = np.frombuffer(packed, STORAGE[name], count, begin)

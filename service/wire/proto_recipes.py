@@ -19,7 +19,7 @@ from service.wire import open_inference_pb2 as pb
 from service.wire.answers import answer_info
 from service.wire.inference import CheckedInference, response_parameters
 from service.wire.inference_models import DATATYPE_OF, VERSION
-from service.wire.open_inference_proto import Frame, raw_output_head, write_parameters
+from service.wire.open_inference_proto import Frame, raw_output_head, split, write_parameters
 from service.wire.plain_recipes import PlainRecipe
 
 MAX_RECIPES = 1024
@@ -67,12 +67,49 @@ class ProtoRecipe:
             view[begin:end] = bytes(end - begin)
 
 
+@dataclass(slots=True)
+class Received:
+    """The bytes of a request; ``frame`` is None where they are out of the ordinary, ``recipe`` where they are new."""
+
+    data: bytes
+    frame: Frame | None
+    recipe: ProtoRecipe | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Likely:
+    """What the next message of the same length may be, too: a head, and what precedes each raw content."""
+
+    frame: Frame
+    recipe: ProtoRecipe
+    marks: tuple[tuple[int, bytes], ...]
+
+    def fits(self, message: bytes) -> bool:
+        return message.startswith(self.frame.head) and all(message.startswith(mark, at) for at, mark in self.marks)
+
+
 class ProtoRecipes:
     """The latest ``MAX_RECIPES`` recipes, by the bytes of their head."""
 
     def __init__(self, *, device: str) -> None:
         self._device = device
         self._recipes: OrderedDict[bytes, ProtoRecipe] = OrderedDict()
+        self._likely: OrderedDict[int, _Likely] = OrderedDict()
+
+    def find(self, message: bytes) -> Received:
+        """A message, taken apart where it can be, and what is known of its head."""
+        likely = self._likely.get(len(message))
+        if likely is not None and likely.fits(message):
+            return Received(message, likely.frame, likely.recipe)
+        frame = split(message)
+        recipe = None if frame is None else self.get(frame)
+        if frame is not None and recipe is not None and not frame.id_field:
+            ends = len(frame.head), *(stop for _, stop in frame.spans[:-1])
+            marks = tuple((end, message[end:start]) for end, (start, _) in zip(ends, frame.spans, strict=True))
+            if len(self._likely) >= MAX_RECIPES:
+                self._likely.popitem(last=False)
+            self._likely[len(message)] = _Likely(frame, recipe, marks)
+        return Received(message, frame, recipe)
 
     def get(self, frame: Frame) -> ProtoRecipe | None:
         recipe = self._recipes.get(frame.key)

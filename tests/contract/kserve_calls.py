@@ -7,6 +7,7 @@ Tensors come in ``inputs.safetensors``; what each call gave goes to ``calls.json
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import sys
 from collections.abc import Awaitable, Callable
@@ -71,15 +72,14 @@ async def main(url: str, address: str, folder: Path) -> None:
     await calls.note("rpc_unknown_ready", lambda: rpc.is_model_ready("nothing"))
     for form, binary in (("binary", True), ("numbers", False)):
         request = calls.request("sdpa", binary=binary)
-        await calls.note(f"rest_{form}", lambda request=request: rest.infer(url, request, model_name="sdpa"))
-        await calls.note(f"rpc_{form}", lambda request=request: rpc.infer(request))
+        await calls.note(f"rest_{form}", functools.partial(rest.infer, url, request, model_name="sdpa"))
+        await calls.note(f"rpc_{form}", functools.partial(rpc.infer, request))
     for fault, request in (
         ("missing_inputs", calls.request("sdpa", names=("query",))),
         ("unknown_model", calls.request("nothing")),
     ):
-        name = str(request.model_name)
-        await calls.note(f"rest_{fault}", lambda r=request, name=name: rest.infer(url, r, model_name=name))
-        await calls.note(f"rpc_{fault}", lambda request=request: rpc.infer(request))
+        await calls.note(f"rest_{fault}", functools.partial(rest.infer, url, request, model_name=request.model_name))
+        await calls.note(f"rpc_{fault}", functools.partial(rpc.infer, request))
     await rest.close()
     await rpc.close()
     (folder / "calls.json").write_text(json.dumps(calls.found))

@@ -16,6 +16,7 @@ from tests.support.server import RunningServer
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 ADDRESS = "http://127.0.0.1:8000"
+GRPC_ADDRESS = "127.0.0.1:8001"
 
 
 def blocks(language: str) -> list[str]:
@@ -49,17 +50,23 @@ def test_a_command_answers_as_written(server: RunningServer, command: str, answe
 
 
 def test_there_are_commands_with_answers() -> None:
-    assert len(commands_and_answers()) == 3
+    assert len(commands_and_answers()) == 4
 
 
-def test_the_python_example_runs(server: RunningServer) -> None:
-    (example,) = blocks("python")
-    ran = subprocess.run(
-        [sys.executable, "-c", example.replace(ADDRESS, server.url)], capture_output=True, text=True, check=True
-    )
-    shape, smallest_sum = ran.stdout.rsplit(" ", 1)
+def run_example(example: str, server: RunningServer) -> tuple[str, str]:
+    """The shape that it prints, and what comes behind."""
+    example = example.replace(ADDRESS, server.url).replace(GRPC_ADDRESS, f"127.0.0.1:{server.grpc_port}")
+    ran = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, check=True)
+    shape, last = ran.stdout.strip().rsplit(" ", 1)
+    return shape, last
+
+
+def test_the_python_examples_run(server: RunningServer) -> None:
+    native, inference = blocks("python")
+    shape, smallest_sum = run_example(native, server)
     assert shape == "(1, 8, 128, 64)"
     assert float(smallest_sum) == pytest.approx(1.0, abs=1e-5)
+    assert run_example(inference, server) == ("(1, 8, 128, 64)", "fused")
 
 
 def test_the_table_of_settings_is_the_settings() -> None:

@@ -15,8 +15,8 @@ import torch
 
 from service.ask import AskError, Credentials, Refused, ask
 from service.doors.exchange import OPEN_PATHS
-from service.wire.open_inference_pb2 import DESCRIPTOR
 from tests.support.bodies import safetensors_body, strict_json
+from tests.support.every_call import METHODS, OPEN_METHODS, outcome, rest_calls
 from tests.support.roads import BOTH, Caller, Reply, Road, body_of, request
 from tests.support.server import RunningServer, running_server, server_environment
 
@@ -38,19 +38,6 @@ NO_CREDENTIALS: list[dict[str, str]] = [
     {"x-api-key": f"{KEYS[0]},{KEYS[1]}"},
     {"x-api-key": ""},
     {"cookie": f"x-api-key={KEYS[0]}"},
-]
-INFERENCE = DESCRIPTOR.services_by_name["GRPCInferenceService"]
-OPEN_METHODS = (
-    "/grpc.health.v1.Health/Check",
-    "/inference.GRPCInferenceService/ServerLive",
-    "/inference.GRPCInferenceService/ServerReady",
-)
-METHODS = [
-    *(f"/{INFERENCE.full_name}/{method.name}" for method in INFERENCE.methods),
-    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
-    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
-    "/inference.GRPCInferenceService/NoSuchMethod",
-    "/nobody.Knows/This",
 ]
 
 
@@ -93,32 +80,19 @@ def assert_refused(answer: httpx.Response) -> None:
     assert not any(key in answer.text for key in (*KEYS, WRONG))
 
 
-def rest_calls(caller: httpx.Client) -> list[tuple[str, str]]:
-    """Each method and path that the service describes, others that it serves, and some that are not there."""
-    paths: dict[str, dict[str, Any]] = caller.get("/openapi.json", headers=CREDENTIALS[0]).json()["paths"]
-    described = [(method.upper(), path) for path, methods in paths.items() for method in methods]
-    assert len(described) > 20
-    page = caller.get("/docs", headers=CREDENTIALS[0]).text
-    files = [part.split('"')[0] for part in page.split('="/')[1:]]
-    assert files
-    others = ["docs", "openapi.json", "metrics", "nowhere", "v2/nowhere", "", "v1/", "favicon.ico", *files]
-    return [*described, *(("GET", f"/{path}") for path in others)]
-
-
 def test_every_route_asks_for_a_key_but_health(caller: httpx.Client) -> None:
-    calls = rest_calls(caller)
+    calls = rest_calls(caller, CREDENTIALS[0])
     assert {("GET", path) for path in OPEN_PATHS} <= set(calls)
     for method, path in calls:
-        filled = path.replace("{model}", "sdpa").replace("{version}", "1").replace("{region}", "r")
         if path in OPEN_PATHS:
-            assert caller.request(method, filled).status_code == 200
+            assert caller.request(method, path).status_code == 200
             continue
         for verb in {method, "GET", "HEAD", "OPTIONS", "POST"}:
-            assert_refused(caller.request(verb, filled))
+            assert_refused(caller.request(verb, path))
         for headers in NO_CREDENTIALS:
-            assert_refused(caller.request(method, filled, headers=headers))
+            assert_refused(caller.request(method, path, headers=headers))
         for headers in CREDENTIALS:
-            assert caller.request(method, filled, headers=headers).status_code != 401
+            assert caller.request(method, path, headers=headers).status_code != 401
 
 
 @pytest.mark.parametrize(
@@ -186,25 +160,6 @@ def test_a_caller_without_a_key_is_refused_before_its_body_is_there(locked: Runn
         reply = caller.reply()
         assert reply.status == 401
         assert reply.headers["www-authenticate"] == "Bearer"
-
-
-def outcome(channel: grpc.Channel, method: str, metadata: dict[str, str]) -> grpc.StatusCode:
-    """How a call with an empty message ends."""
-    is_stream = method.endswith(("Info", "Watch", "StreamInfer"))
-    if is_stream:
-        call = channel.stream_stream(method)(iter([b""]), metadata=list(metadata.items()), timeout=20)
-        try:
-            for _ in call:
-                break
-            call.cancel()
-        except grpc.RpcError as error:
-            return error.code()
-        return grpc.StatusCode.OK
-    try:
-        channel.unary_unary(method)(b"", metadata=list(metadata.items()), timeout=20)
-    except grpc.RpcError as error:
-        return error.code()
-    return grpc.StatusCode.OK
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -9,20 +9,25 @@ import base64
 import itertools
 import json
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import httpx
 import numpy as np
 import pytest
 import torch
 
+from service.doors.exchange import OPEN_PATHS
 from tests.support.bodies import JSON, SAFETENSORS, as_lists, as_object, read_tensor, safetensors_body, strict_json
+from tests.support.every_call import METHODS, OPEN_METHODS, outcome, rest_calls
 from tests.support.in_process import GatedEngine, service_in_process
 from tests.support.reports import Report, assert_right, numbers, reports, request_of
-from tests.support.server import RunningServer, running_server, spawn, wait_until_ready
+from tests.support.server import RunningServer, running_server, server_environment, spawn, wait_until_ready
 
 EVERYTHING = ["context", "weights", "logsumexp"]
 PLAIN = {"query": [[[[1, 0]]]], "key": [[[[1, 0], [0, 1]]]], "value": [[[[1, 2], [3, 4]]]]}
@@ -709,6 +714,24 @@ def retried(report: Report, client: httpx.Client, server: RunningServer) -> None
     assert all(answer.headers["x-request-id"] == "same" for answer in answers)
 
 
+def keys_everywhere(report: Report, client: httpx.Client, server: RunningServer) -> None:
+    right = {"authorization": "Bearer K"}
+    refused: tuple[dict[str, str], ...] = ({}, {"authorization": "Bearer k"}, {"x-api-key": "KK"})
+    with running_server(ATTN_API_KEYS="K") as locked, httpx.Client(base_url=locked.url) as caller:
+        for method, path in rest_calls(caller, right):
+            statuses = [caller.request(method, path, headers=headers).status_code for headers in refused]
+            assert statuses == ([200] * 3 if path in OPEN_PATHS else [401] * 3), path
+            assert caller.request(method, path, headers=right).status_code != 401
+        with grpc.insecure_channel(f"127.0.0.1:{locked.grpc_port}") as channel:
+            for method in {*METHODS, *OPEN_METHODS}:
+                code = grpc.StatusCode.OK if method in OPEN_METHODS else grpc.StatusCode.UNAUTHENTICATED
+                assert [outcome(channel, method, metadata) for metadata in refused] == [code] * 3, method
+                assert outcome(channel, method, right) is not grpc.StatusCode.UNAUTHENTICATED
+    command = [sys.executable, "-m", "service", "serve", "--port", "0", "--grpc-port", "0"]
+    ended = subprocess.run(command, env=server_environment(ATTN_API_KEYS=""), capture_output=True, check=False)
+    assert ended.returncode == 2
+
+
 def steady_memory(report: Report, client: httpx.Client, server: RunningServer) -> None:
     """A short seed of the report; the long form belongs to the soak."""
     generator = torch.Generator().manual_seed(0)
@@ -827,6 +850,7 @@ SERVED: dict[str, Check] = dict.fromkeys(NUMERIC, numeric) | {
     "METRIC-01": few_series,
     "STOP-01": orderly_stop,
     "RETRY-01": retried,
+    "AUTH-01": keys_everywhere,
 }
 ELSEWHERE = {"LSE-04": "tests/attn_core: the merge of two partial results is a function of the core"}
 NOT_YET = {
@@ -836,7 +860,6 @@ NOT_YET = {
     "GRAD-03": "gradients",
     "GRAD-05": "gradients",
     "SIZE-05": "gRPC",
-    "AUTH-01": "keys",
 }
 
 

@@ -1230,7 +1230,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 @pytest.fixture(scope="module")
 def tls_service(authority: Authority) -> Iterator[InProcess]:
     certificate = authority.sign("server")
-    files = {"tls_certificate_file": certificate.file, "tls_key_file": certificate.key_file}
+    files: dict[str, Any] = {"tls_certificate_file": certificate.file, "tls_key_file": certificate.key_file}
     with service_in_process(new_engine(), loop_engine=new_engine(), **files) as running:
         while not running.call(lambda: running.parts.lifecycle.is_ready):
             pass

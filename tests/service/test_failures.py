@@ -13,6 +13,7 @@ import service.errors
 from attn_core.errors import Abandoned, AttentionError, InvalidProblem, TooLarge
 from service.errors import (
     REFUSAL_REASONS,
+    AlreadyExists,
     BodyTooLarge,
     DeadlinePassed,
     Draining,
@@ -21,8 +22,11 @@ from service.errors import (
     MethodNotServed,
     NotAcceptable,
     NotFound,
+    NotServed,
     Overloaded,
+    QueueTimeout,
     ServiceError,
+    Unauthenticated,
     Unavailable,
 )
 from service.failures import FAILURES, INTERNAL, failure_of
@@ -31,23 +35,24 @@ BASES = {AttentionError, ServiceError}
 INSIDE = {Abandoned}
 """What no caller is ever told: nobody waits, or the batcher says DeadlinePassed instead."""
 CONTRACT = {
-    Malformed: (400, "malformed"),
-    NotFound: (404, "not-found"),
-    MethodNotServed: (405, "method"),
-    NotAcceptable: (406, "not-acceptable"),
-    BodyTooLarge: (413, "too-large"),
-    TooLarge: (413, "too-large"),
-    MediaTypeNotServed: (415, "media-type"),
-    InvalidProblem: (422, "invalid"),
-    Overloaded: (429, "overloaded"),
-    Unavailable: (503, "unavailable"),
-    Draining: (503, "unavailable"),
-    DeadlinePassed: (504, "deadline"),
+    Malformed: (400, "malformed", 400, "INVALID_ARGUMENT"),
+    Unauthenticated: (401, "unauthenticated", 401, "UNAUTHENTICATED"),
+    NotFound: (404, "not-found", 404, "NOT_FOUND"),
+    MethodNotServed: (405, "method", 405, "UNIMPLEMENTED"),
+    NotAcceptable: (406, "not-acceptable", 406, "INVALID_ARGUMENT"),
+    AlreadyExists: (409, "conflict", 400, "ALREADY_EXISTS"),
+    BodyTooLarge: (413, "too-large", 413, "RESOURCE_EXHAUSTED"),
+    TooLarge: (413, "too-large", 413, "RESOURCE_EXHAUSTED"),
+    MediaTypeNotServed: (415, "media-type", 415, "INVALID_ARGUMENT"),
+    InvalidProblem: (422, "invalid", 400, "INVALID_ARGUMENT"),
+    Overloaded: (429, "overloaded", 503, "UNAVAILABLE"),
+    NotServed: (501, "not-served", 501, "UNIMPLEMENTED"),
+    Unavailable: (503, "unavailable", 503, "UNAVAILABLE"),
+    Draining: (503, "unavailable", 503, "UNAVAILABLE"),
+    DeadlinePassed: (504, "deadline", 504, "DEADLINE_EXCEEDED"),
+    QueueTimeout: (504, "queue-timeout", 503, "UNAVAILABLE"),
 }
-GRPC_CODES = {
-    "INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED",
-    "INTERNAL",
-}  # fmt: skip
+"""HTTP status and name, the status under /v2, the gRPC code."""
 
 
 def errors_in(module: ModuleType) -> Iterator[type[Exception]]:
@@ -70,8 +75,8 @@ def blank(kind: type[BaseException]) -> BaseException:
 def test_every_error_class_has_the_row_of_the_contract(kind: type[Exception]) -> None:
     failure = failure_of(blank(kind))
     assert failure is not INTERNAL
-    assert (failure.http, failure.name) == CONTRACT[kind]
-    assert failure.grpc in GRPC_CODES and failure.title
+    assert (failure.http, failure.name, failure.inference, failure.grpc) == CONTRACT[kind]
+    assert failure.title
 
 
 def test_the_contract_and_the_classes_are_the_same_set() -> None:
@@ -85,7 +90,8 @@ def test_one_name_has_one_status() -> None:
 
 
 def test_only_what_load_and_starting_refuse_may_be_tried_again() -> None:
-    assert {row.http for row in FAILURES.values() if row.may_retry} == {429, 503}
+    assert {row.http for row in FAILURES.values() if row.may_retry} == {429, 503, 504}
+    assert {row.inference for row in FAILURES.values() if row.may_retry} == {503}
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,20 @@ def test_what_the_engine_says_during_a_drain_changes_nothing(move: str) -> None:
     run(check())
 
 
+def test_who_watches_is_told_of_each_move_and_of_nothing_else() -> None:
+    async def check() -> None:
+        lifecycle, seen = Lifecycle(), list[State]()
+        lifecycle.watch(lambda: seen.append(lifecycle.state))
+        lifecycle.mark_ready()
+        lifecycle.mark_ready()
+        lifecycle.mark_lost(RuntimeError("gone"))
+        await lifecycle.drain(notice_s=0.0, timeout_s=1.0)
+        lifecycle.mark_stopped()
+        assert seen == [State.READY, State.LOST, State.DRAINING, State.STOPPED]
+
+    run(check())
+
+
 def test_ready_from_the_engines_thread_never_undoes_a_drain() -> None:
     async def race() -> None:
         lifecycle, start = Lifecycle(), threading.Barrier(2)

@@ -86,7 +86,7 @@ def spawn(**settings: str) -> RunningServer:
 
     follower = threading.Thread(target=follow)
     follower.start()
-    return RunningServer(process, int(log[-1]["port"]), int(log[-1]["grpc_port"]), log, follower)
+    return RunningServer(process, int(entry["port"]), int(entry["grpc_port"]), log, follower)
 
 
 def wait_until_ready(url: str) -> None:

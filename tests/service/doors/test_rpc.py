@@ -286,7 +286,7 @@ def test_a_message_over_the_limit_is_refused() -> None:
         assert refused(caller.start("ModelInfer", b"\x0a" + b"x" * 100_001)).code() is Code.RESOURCE_EXHAUSTED
 
 
-KEYS = {"api_keys": "first-key,second-key", "max_body_bytes": 1024}
+KEYS: dict[str, Any] = {"api_keys": "first-key,second-key", "max_body_bytes": 1024}
 
 
 @pytest.mark.parametrize("metadata", [[], [("x-api-key", "third-key")], [("authorization", "Basic first-key")]])
@@ -404,24 +404,31 @@ def test_a_failure_of_the_engine_is_the_servers_mistake_and_says_no_more() -> No
         until(lambda: is_empty(service))
 
 
-def test_with_many_calls_open_a_message_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["ModelInfer", "ServerLive"])
+def test_with_many_calls_open_a_message_that_does_not_come_is_not_waited_for(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rpc, "UNWATCHED_CALLS", 1)
-    with running(request_timeout_s=0.05) as (service, caller):
+    with running(request_timeout_s=0.3) as (service, caller):
         silence: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        for name in ("ModelInfer", "ServerLive"):
-            first, second = (
-                caller.channel.stream_unary(f"/{SERVICE}/{name}").future(iter(silence.get, b""), timeout=WAIT_S)
-                for _ in range(2)
-            )
-            _, call = (first, second) if second.code() is Code.DEADLINE_EXCEEDED else (second, first)
-            assert "before the message was there" in call.details()
-            until(lambda: service.call(lambda: service.parts.rpc.num_calls) == 1)
-            # One more, while the other one is open.
-            assert outputs_of(caller.infer(request_of(operands())))["context"].shape == (1, 2, 3, 8)
-            first.cancel()
-            second.cancel()
-            until(lambda: service.call(lambda: service.parts.rpc.num_calls) == 0)
-        for _ in range(4):
+
+        def begin() -> Any:
+            method = caller.channel.stream_unary(f"/{SERVICE}/{name}")
+            return method.future(iter(silence.get, b""), timeout=WAIT_S)
+
+        unwatched = begin()
+        until(lambda: service.call(lambda: service.parts.rpc.num_calls) == 1)
+        error = refused(begin())
+        assert error.code() is Code.DEADLINE_EXCEEDED and "before the message was there" in error.details()
+        assert not unwatched.done()
+        # Whoever sends a message is served the same on this way.
+        message = request_of(operands(), id="3")
+        assert caller.infer(message).id == "3"
+        assert caller.call("ServerReady", pb.ServerReadyRequest()).ready
+        assert refused(caller.start("ModelInfer", b"\xff")).code() is Code.INVALID_ARGUMENT
+        unwatched.cancel()
+        until(lambda: service.call(lambda: service.parts.rpc.num_calls) == 0)
+        for _ in range(2):
             silence.put(b"")
 
 

@@ -19,7 +19,7 @@ from service.errors import Malformed
 from service.wire import open_inference_pb2 as pb
 from service.wire import open_inference_proto as proto
 from service.wire.arrays import FlatTensor
-from service.wire.inference import CheckedInference, RequestedOutput, check
+from service.wire.inference import CheckedInference, MemoryPlace, RequestedOutput, check
 from service.wire.inference_models import Models
 from service.wire.proto_recipes import MAX_HEAD_BYTES, MAX_RECIPES, ProtoRecipes
 from service.wire.requests import ReadLimits
@@ -47,7 +47,7 @@ def test_what_make_proto_writes_is_what_is_there(tmp_path: Path) -> None:
 
 
 def test_nothing_of_ours_is_in_the_pool_of_the_process() -> None:
-    assert pb.DESCRIPTOR.pool is not descriptor_pool.Default()
+    assert pb.DESCRIPTOR.pool is not descriptor_pool.Default()  # type: ignore[no-untyped-call]
 
 
 # Taking requests apart
@@ -194,7 +194,7 @@ def test_an_input_in_shared_memory_takes_no_raw_content() -> None:
     del message.raw_input_contents[1]
     request = read(message)
     assert request.faults == []
-    assert request.inputs[1].content == proto.MemoryPlace("r", 4, 8)
+    assert request.inputs[1].content == MemoryPlace("r", 4, 8)
     assert bytes(request.inputs[2].content) == message.raw_input_contents[1]
 
 
@@ -253,7 +253,7 @@ def test_an_answer_is_the_message_that_protobuf_would_write() -> None:
         parameters={"a": True, "b": 2**63, "c": 2**70, "d": 0.5, "e": "x", "f": -3},
         outputs=[
             (RequestedOutput("weights", is_binary=True), weights),
-            (RequestedOutput("elsewhere", is_binary=True, place=proto.MemoryPlace("r", 0, 9)), weights),
+            (RequestedOutput("elsewhere", is_binary=True, place=MemoryPlace("r", 0, 9)), weights),
             (RequestedOutput("context", is_binary=True), context),
         ],
     )
@@ -372,6 +372,26 @@ def test_raw_contents_of_another_size_have_no_recipe() -> None:
     message.raw_input_contents[0] += b"\0"
     frame = proto.split(message.SerializeToString())
     assert frame is not None and recipes.get(frame) is None
+
+
+def test_a_message_of_a_likely_length_is_the_same_only_if_all_but_its_numbers_is() -> None:
+    recipes = ProtoRecipes(device="cpu")
+    message = request_of(operands())
+    recipe = remembered(message, recipes)
+    data = message.SerializeToString()
+    for _ in range(2):
+        found = recipes.find(data)
+        assert found.recipe is recipe is not None
+        assert (found.frame, found.data) == (proto.split(data), data)
+    frame = proto.split(data)
+    assert frame is not None
+    numbers = {place for begin, end in frame.spans for place in range(begin, end)}
+    for place in range(len(data)):
+        changed = bytearray(data)
+        changed[place] ^= 1
+        found = recipes.find(bytes(changed))
+        assert (found.recipe is recipe) is (place in numbers)
+        assert found.frame == proto.split(bytes(changed))
 
 
 def test_the_oldest_recipe_goes_first() -> None:
