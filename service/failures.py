@@ -24,8 +24,8 @@ from service.errors import (
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """``name`` ends the problem type; ``inference`` is the HTTP status under /v2, where the Open Inference Protocol says
-    which; ``grpc`` the status code's name; ``may_retry`` means the same request."""
+    """``name`` ends the problem type; ``inference`` is the HTTP status under /v2, ``grpc`` the status code's name;
+    ``may_retry`` means the same request."""
 
     name: str
     http: int

@@ -21,7 +21,6 @@ import grpc
 import torch
 import uvicorn
 import uvloop
-from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from attn_core.engine import Engine
@@ -37,6 +36,7 @@ from service.doors import tls
 from service.doors.acceptor import Acceptor
 from service.doors.asgi_protocol import AsgiProtocol
 from service.doors.binary import BinaryDoor
+from service.doors.exchange import ExchangeLayer
 from service.doors.http_protocol import HttpProtocol
 from service.doors.inference import Inference
 from service.doors.receive_buffers import LANDING_BYTES, ReceiveBuffer, ReceiveBuffers
@@ -192,7 +192,7 @@ class _Server(uvicorn.Server):
 class Composition:
     """The parts of one service, joined and not yet started."""
 
-    app: ASGIApp
+    app: ExchangeLayer
     door: BinaryDoor
     lifecycle: Lifecycle
     queue: RequestQueue
@@ -381,6 +381,7 @@ def make_server(parts: Composition, settings: Settings) -> uvicorn.Server:
                 app_state=app_state,
                 _loop=_loop,
                 head_timeout_s=settings.head_timeout_s,
+                count_unreadable=parts.app.count_unreadable,
                 give_back=None if binary is None else binary.take_back,
             )
 

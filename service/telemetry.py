@@ -214,4 +214,5 @@ def set_up_logging(*, level: str, as_json: bool) -> None:
     handler.setFormatter(JsonFormatter() if as_json else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
-    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
+    for name in ("uvicorn", "grpc"):
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))

@@ -22,7 +22,6 @@ from service.doors.exchange import (
     LOST_EXTENSION,
     PEER_EXTENSION,
     ClientLost,
-    ExchangeLayer,
     server_timing,
 )
 from service.doors.peer import PROBE, WATCH_S, has_closed_its_side, is_gone
@@ -44,9 +43,15 @@ class AsgiProtocol(HttpToolsProtocol):
     """One connection, for as long as it is on this road; ``give_back`` is called when it leaves it in good order."""
 
     def __init__(
-        self, *args: Any, head_timeout_s: float, give_back: Callable[[], None] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        head_timeout_s: float,
+        count_unreadable: Callable[[str, int], None],
+        give_back: Callable[[], None] | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self._count_unreadable = count_unreadable
         self.head_timeout_s = head_timeout_s
         self._give_back = give_back
         self._is_between = True
@@ -241,8 +246,7 @@ class AsgiProtocol(HttpToolsProtocol):
         )
         self.transport.write(head.encode() + refused.body)
         self.transport.close()
-        if isinstance(self.app, ExchangeLayer):
-            self.app.count_unreadable(refused.failure.name, len(refused.body))
+        self._count_unreadable(refused.failure.name, len(refused.body))
 
     def _start_timer(self) -> None:
         if self._timer is None:

@@ -20,8 +20,8 @@ from service.authentication import Authentication
 from service.deadline import Deadline
 from service.doors.answers import count_answer, info_of, is_worth_gzip, refusal_reason
 from service.doors.exchange import Exchange, record
-from service.doors.refusals import refusal_of
 from service.doors.receive_buffers import ReceiveBuffer, ReceiveBuffers
+from service.doors.refusals import refusal_of
 from service.doors.rest import RestLimits
 from service.lifecycle import Lifecycle
 from service.request_queue import Answer, Outcome

@@ -1,10 +1,10 @@
 """The road for binary bodies: HTTP/1.1 without ASGI, each body received once into memory that it is computed from.
 
 A connection begins here. What is a well-formed POST of safetensors, or of the Open Inference Protocol with a JSON part
-that is known, with one Content-Length and nothing that asks for more than that, is framed, checked and answered by this class; for anything else it makes the protocol that uvicorn
-uses (``asgi_protocol``), hands it the bytes so far and leaves the connection to it, until that has answered
-and gives it back. Both roads have the same limits, errors and figures; this one saves the half of a
-millisecond that ASGI, FastAPI and two copies of the body cost.
+that is known, with one Content-Length, a key where keys are set, and nothing that asks for more than that, is framed,
+checked and answered by this class; for anything else it makes the protocol that uvicorn uses (``asgi_protocol``), hands
+it the bytes so far and leaves the connection to it, until that has answered and gives it back. Both roads have the same
+limits, errors and figures; this one saves the half of a millisecond that ASGI, FastAPI and two copies of the body cost.
 """
 
 from __future__ import annotations

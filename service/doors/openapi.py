@@ -15,6 +15,7 @@ from starlette.staticfiles import StaticFiles
 
 from attn_core.problem import TENSOR_NAMES
 from service.doors import openapi_inference
+from service.doors.exchange import OPEN_PATHS
 from service.doors.problem_details import MEDIA_TYPE as PROBLEM_MEDIA_TYPE
 from service.failures import FAILURES
 from service.wire import json_format, safetensors_format
@@ -256,7 +257,14 @@ WEIGHTED_SUM_ROUTE = _route(
 SERVICE_ROUTE: dict[str, Any] = {"summary": "Version, device, dtypes, limits", "tags": ["operations"]}
 
 
-def install(app: FastAPI) -> None:
+KEY_SCHEMES: dict[str, Any] = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+"""Either is enough, where keys are set."""
+
+
+def install(app: FastAPI, *, asks_for_keys: bool) -> None:
     """Serve /openapi.json with the models' schemas, and /docs from files on this machine."""
 
     def document() -> dict[str, Any]:
@@ -280,6 +288,12 @@ def install(app: FastAPI) -> None:
             components.update(definitions["$defs"])
             for unused in ("HTTPValidationError", "ValidationError"):
                 components.pop(unused, None)
+            if asks_for_keys:
+                schema["components"]["securitySchemes"] = KEY_SCHEMES
+                schema["security"] = [{name: []} for name in KEY_SCHEMES]
+                for path in OPEN_PATHS & set(schema["paths"]):
+                    for operation in schema["paths"][path].values():
+                        operation["security"] = []
             app.openapi_schema = schema
         return app.openapi_schema
 

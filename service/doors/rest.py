@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp
 
 from attn_core.errors import Fault
 from attn_core.prepared import Prepared
@@ -75,7 +74,7 @@ class Parts:
     recipes: PlainRecipes
 
 
-def build_app(parts: Parts) -> ASGIApp:
+def build_app(parts: Parts) -> ExchangeLayer:
     """The FastAPI app with every REST route, wrapped in the layer that gives each request its id and its answer."""
     app = FastAPI(
         title="attn, the attention service",
@@ -104,7 +103,7 @@ def build_app(parts: Parts) -> ASGIApp:
     )
     app.include_router(inference.router())
     app.include_router(health.router(parts.lifecycle, parts.metrics))
-    openapi.install(app)
+    openapi.install(app, asks_for_keys=parts.authentication.is_required)
     app.add_exception_handler(HTTPException, _routing_error)
     routes = frozenset(app.openapi()["paths"]) | {"/docs", "/openapi.json"}
     parts.metrics.prepare(routes=routes, paths=PATHS, reasons=REFUSAL_REASONS)

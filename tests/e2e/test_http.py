@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support.bodies import JSON, SAFETENSORS, as_lists, as_object, read_answer, safetensors_body, strict_json
+from tests.support.roads import Caller
 from tests.support.server import RunningServer
 
 PLAIN: dict[str, Any] = {"query": [[1, 0]], "key": [[1, 0], [0, 1]], "value": [[1, 2], [3, 4]]}
@@ -384,3 +385,16 @@ def test_references_of_the_document_lead_somewhere(client: httpx.Client) -> None
     for reference in set(re.findall(r'"#/components/schemas/([^"]+)"', text)):
         assert reference in schemas
     assert "HTTPValidationError" not in text
+
+
+def test_what_is_no_http_is_counted(server: RunningServer, client: httpx.Client) -> None:
+    def count() -> str:
+        lines = client.get("/metrics").text.splitlines()
+        return next((line for line in lines if line.startswith(series)), "")
+
+    series = 'attn_requests_total{outcome="malformed",route="other"}'
+    before = count()
+    with Caller(server.port) as caller:
+        caller.send(b"garbage garbage\r\n\r\n")
+        assert caller.until_closed().startswith(b"HTTP/1.1 400 ")
+    assert count() != before

@@ -254,3 +254,11 @@ def test_the_command_reads_its_key_from_a_variable_of_its_own(locked: RunningSer
     )
     assert ran.returncode == 0, ran.stderr
     assert "context" in ran.stdout
+
+
+def test_the_document_says_how_a_key_is_sent(caller: httpx.Client, server: RunningServer) -> None:
+    document = caller.get("/openapi.json", headers=CREDENTIALS[0]).json()
+    assert document["security"] == [{"bearer": []}, {"header": []}]
+    assert set(document["components"]["securitySchemes"]) == {"bearer", "header"}
+    assert document["paths"]["/livez"]["get"]["security"] == []
+    assert "security" not in httpx.get(f"{server.url}/openapi.json").json()
