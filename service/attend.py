@@ -88,6 +88,20 @@ class Attend:
         QueueTimeout. Cancelled, it frees its place.
         """
         prepared = self._prepare(problem)
+        return await self.attend_prepared(
+            prepared, deadline, more_bytes=answer_bytes(prepared), held=held, max_queue_s=max_queue_s
+        )
+
+    async def attend_prepared(
+        self,
+        prepared: Prepared,
+        deadline: Deadline,
+        *,
+        more_bytes: int,
+        held: Any = None,
+        max_queue_s: float | None = None,
+    ) -> Answer:
+        """The same for a problem whose kernel and cost are known. Raises: as ``attend``, but InvalidProblem."""
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
         def deliver(outcome: Outcome) -> None:
@@ -99,12 +113,7 @@ class Attend:
                 future.set_result(outcome)
 
         waiting = self.begin(
-            prepared,
-            deadline,
-            more_bytes=answer_bytes(prepared),
-            deliver=deliver,
-            held=held,
-            max_queue_s=max_queue_s,
+            prepared, deadline, more_bytes=more_bytes, deliver=deliver, held=held, max_queue_s=max_queue_s
         )
         try:
             return await future

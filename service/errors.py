@@ -80,13 +80,23 @@ class Unavailable(ServiceError):
     """Nothing can be computed now: starting, or the device is lost."""
 
     reason = "unavailable"
-    retry_after_s = 1
+    retry_after_s: int | None = 1
+    """None where another try is of no use."""
 
 
 class Draining(Unavailable):
     """The server is finishing what it has and takes nothing new."""
 
     reason = "draining"
+
+
+class ModelsStay(Unavailable):
+    """Models are neither loaded nor unloaded on request."""
+
+    retry_after_s = None
+
+    def __init__(self) -> None:
+        super().__init__("models are there from the start: none is loaded or unloaded on request")
 
 
 class DeadlinePassed(ServiceError):

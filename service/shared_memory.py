@@ -94,15 +94,16 @@ class MappedPart:
             read += count
         return copy
 
-    def write(self, data: memoryview, *, name: str) -> None:
-        """Put output ``name`` there, from the beginning of the part.
-
-        Raises: InvalidProblem, with nothing written, where it does not fit; and where the object has become too short.
-        """
-        if data.nbytes > self._place.byte_size:
-            expected = f"a part of at least {data.nbytes} bytes"
+    def check_fits(self, num_bytes: int, *, name: str) -> None:
+        """Raises: InvalidProblem where output ``name`` does not fit, or the object has become too short for it."""
+        if num_bytes > self._place.byte_size:
+            expected = f"a part of at least {num_bytes} bytes"
             raise InvalidProblem([Fault(name, expected, f"{self._place.byte_size} bytes")])
-        self._check_size(data.nbytes, name)
+        self._check_size(num_bytes, name)
+
+    def write(self, data: memoryview, *, name: str) -> None:
+        """Put output ``name`` there, from the beginning of the part. Raises: as ``check_fits``, before it writes."""
+        self.check_fits(data.nbytes, name=name)
         at = self._region.offset + self._place.offset
         rest = data.cast("B")
         while rest:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from service.doors.answers import count_answer, info_of
 from service.errors import NotServed, ServiceError
 from service.failures import INTERNAL, Failure, failure_of
 from service.lifecycle import Lifecycle
-from service.request_queue import Answer, Outcome
+from service.request_queue import Answer
 from service.shared_memory import MappedPart, SharedMemory
 from service.statistics import Statistics
 from service.telemetry import Metrics
@@ -161,9 +160,12 @@ class Inference:
             )
             count_answer(self.metrics, answer)
             outputs = [(output, answer.result.outputs[output.name]) for output in checked.outputs]
-            for output, tensor in outputs:
-                if output.place is not None:
-                    places[output.place].write(bytes_of(tensor), name=output.name)
+            placed = [(places[output.place], output.name, tensor) for output, tensor in outputs if output.place]
+            for part, name, tensor in placed:
+                # All of them first: where one does not fit, none is written.
+                part.check_fits(tensor.nbytes, name=name)
+            for part, name, tensor in placed:
+                part.write(bytes_of(tensor), name=name)
         return InferenceAnswer(
             model=model,
             id=checked.id,
@@ -185,25 +187,10 @@ class Inference:
     ) -> InferenceAnswer:
         """The same for a request that is known to be a plain one, checked and prepared once for all like it.
 
-        Raises: as ``Attend.begin``.
+        Raises: as ``Attend.attend_prepared``.
         """
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-
-        def deliver(outcome: Outcome) -> None:
-            if future.done():
-                return
-            if isinstance(outcome, BaseException):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome)
-
         deadline = self._deadline(None, began, remaining_s)
-        waiting = self._attend.begin(prepared, deadline, more_bytes=0, deliver=deliver, held=held)
-        try:
-            answer = await future
-        finally:
-            if waiting is not None:
-                waiting.end()
+        answer = await self._attend.attend_prepared(prepared, deadline, more_bytes=0, held=held)
         count_answer(self.metrics, answer)
         return InferenceAnswer(
             model=model,
@@ -271,7 +258,7 @@ def error_text(error: BaseException, request_id: str) -> tuple[Failure, str]:
         count = len(error.faults) if len(error.faults) < MAX_FAULTS else f"at least {MAX_FAULTS}"
         text = f"{count} fault{'' if count == 1 else 's'}: " + "; ".join(str(fault) for fault in error.faults)
     elif isinstance(error, ServiceError) and error.faults:
-        text = "; ".join([str(error), *(str(fault) for fault in error.faults)])
+        text = "; ".join(str(fault) for fault in error.faults)
     else:
         text = str(error)
     return failure, text if len(text) <= MAX_ERROR_CHARACTERS else text[: MAX_ERROR_CHARACTERS - 1] + "…"

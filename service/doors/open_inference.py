@@ -24,7 +24,7 @@ from service.doors.exchange import PEER_EXTENSION
 from service.doors.inference import Inference, InferenceAnswer
 from service.doors.peer import is_loopback_address
 from service.doors.serving import Pieces, PiecesResponse, Serving, exchange_of, refusal
-from service.errors import BodyTooLarge, NotServed, Unavailable
+from service.errors import BodyTooLarge, ModelsStay, NotServed, Unavailable
 from service.wire import inference_text, open_inference_json
 from service.wire.arrays import Buffer
 from service.wire.inference import CheckedInference, InferenceRequest
@@ -183,7 +183,7 @@ class InferenceDoor:
         return _json(self._inference.index(ready_only=ready_only is True))
 
     def _change(self, request: Request) -> None:
-        raise Unavailable("models are there from the start: none is loaded or unloaded on request")
+        raise ModelsStay
 
     # Shared memory
 

@@ -35,7 +35,7 @@ def describe(error: BaseException, request_id: str) -> tuple[Failure, bytes, Map
     if isinstance(error, TooLarge):
         body["needed_bytes"] = error.needed_bytes
         body["allowed_bytes"] = error.allowed_bytes
-    if isinstance(error, Overloaded | Unavailable):
+    if isinstance(error, Overloaded | Unavailable) and error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
     if isinstance(error, MethodNotServed):
         headers["allow"] = error.allow

@@ -33,7 +33,7 @@ from service.doors.inference import Inference, InferenceAnswer, error_text
 from service.doors.peer import is_loopback_address
 from service.doors.receive_buffers import LANDING_BYTES, ReceiveBuffer, ReceiveBuffers
 from service.doors.rpc_neighbours import HEALTH, INFERENCE, REFLECTION, REFLECTION_ALPHA, Health, Reflection
-from service.errors import DeadlinePassed, NotFound, NotServed, Overloaded, ServiceError, Unavailable
+from service.errors import DeadlinePassed, ModelsStay, NotFound, NotServed, Overloaded, ServiceError, Unavailable
 from service.failures import INTERNAL, Failure
 from service.lifecycle import State
 from service.telemetry import OTHER_ROUTE
@@ -600,7 +600,7 @@ class RpcDoor(grpc.GenericRpcHandler):  # type: ignore[misc]
     ) -> NoReturn:
         """End a call with a status."""
         trailing = [("x-request-id", exchange.request_id)]
-        if isinstance(error, Overloaded | Unavailable):
+        if isinstance(error, Overloaded | Unavailable) and error.retry_after_s is not None:
             trailing.append(("retry-after", str(error.retry_after_s)))
         await rpc_context.abort(_STATUS[failure.grpc], details_of(text), tuple(trailing))
         raise AssertionError("an aborted call goes on")
@@ -851,7 +851,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _models_stay(*_: Any) -> Message:
-    raise Unavailable("models are neither loaded nor unloaded here: all of them are always there")
+    raise ModelsStay
 
 
 def _not_served(*_: Any) -> Message:

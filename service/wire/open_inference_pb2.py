@@ -8,6 +8,7 @@ MLServer's own have the same names: the second import would fail. The types of t
 from importlib import resources
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.internal import enum_type_wrapper
 
 _files = descriptor_pb2.FileDescriptorSet.FromString(
     resources.files("service.wire").joinpath("open_inference.desc").read_bytes()
@@ -19,3 +20,6 @@ DESCRIPTOR = _pool.FindFileByName("open_inference.proto")
 globals().update(
     (name, message_factory.GetMessageClass(descriptor)) for name, descriptor in DESCRIPTOR.message_types_by_name.items()
 )
+for _name, _enum in DESCRIPTOR.enum_types_by_name.items():
+    globals()[_name] = enum_type_wrapper.EnumTypeWrapper(_enum)
+    globals().update((value.name, value.number) for value in _enum.values)

@@ -164,7 +164,7 @@ class PlainRecipes:
         entries = orjson.loads(header)
         entries.pop("__metadata__", None)
         begins = {name: entry["data_offsets"][0] for name, entry in entries.items()}
-        recipe = _recipe(
+        recipe = plain_recipe(
             prepared,
             begins=begins,
             data_bytes=max(entry["data_offsets"][1] for entry in entries.values()),
@@ -187,7 +187,7 @@ class PlainRecipes:
         for name, size in sizes.items():
             begins[name] = data_bytes
             data_bytes += size
-        recipe = _recipe(
+        recipe = plain_recipe(
             prepared,
             begins=begins,
             data_bytes=data_bytes,
@@ -244,7 +244,7 @@ def _context_bytes(form: PlainForm) -> int:
     return torch.Size(form.result_shape).numel() * form.dtype.itemsize
 
 
-def _recipe(
+def plain_recipe(
     prepared: Prepared,
     *,
     begins: Mapping[str, int],

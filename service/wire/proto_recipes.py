@@ -6,7 +6,6 @@ byte, so two requests with one head differ in their numbers alone.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -14,13 +13,12 @@ from dataclasses import dataclass
 
 from attn_core.placement import ALIGNMENT_BYTES
 from attn_core.prepared import PlainForm, Prepared
-from attn_core.problem import AttentionProblem
 from service.wire import open_inference_pb2 as pb
 from service.wire.answers import answer_info
 from service.wire.inference import CheckedInference, response_parameters
 from service.wire.inference_models import DATATYPE_OF, VERSION
 from service.wire.open_inference_proto import Frame, raw_output_head, split, write_parameters
-from service.wire.plain_recipes import PlainRecipe
+from service.wire.plain_recipes import PlainRecipe, plain_recipe
 
 MAX_RECIPES = 1024
 MAX_HEAD_BYTES = 2048
@@ -124,23 +122,14 @@ class ProtoRecipes:
     def remember(self, frame: Frame, sizes: Mapping[str, int], checked: CheckedInference, prepared: Prepared) -> None:
         """Keep what was found out about a head, if its requests are plain ones. ``sizes`` has the bytes of each input,
         all of them raw."""
-        form, problem = prepared.plain, prepared.problem
+        form = prepared.plain
         if (
             form is None
-            or not isinstance(problem, AttentionProblem)
             or len(frame.key) > MAX_HEAD_BYTES
             or checked.timeout_s is not None
             or checked.queue_timeout_s is not None
-            or set(sizes) != set(("query",) if form.is_self_attention else ("query", "key", "value"))
         ):
             return
-        if len(self._recipes) >= MAX_RECIPES:
-            self._recipes.popitem(last=False)
-        self._recipes[frame.key] = self._recipe(form, problem, sizes, checked)
-
-    def _recipe(
-        self, form: PlainForm, problem: AttentionProblem, sizes: Mapping[str, int], checked: CheckedInference
-    ) -> ProtoRecipe:
         begins, gaps, end = {}, [], 0
         for name, size in sizes.items():
             begins[name], end = end, end + size
@@ -148,33 +137,18 @@ class ProtoRecipes:
                 gaps.append((end, end - end % -ALIGNMENT_BYTES))
                 end = gaps[-1][1]
         template = self._template(form, checked)
-        itemsize = form.dtype.itemsize
-        context_bytes = math.prod(form.result_shape) * itemsize
-        plain = PlainRecipe(
-            form=form,
-            data_bytes=end,
-            num_elements=end // itemsize,
-            query_at=begins["query"] // itemsize,
-            key_at=begins.get("key", 0) // itemsize,
-            value_at=begins.get("value", 0) // itemsize,
-            query_strides=_strides(form.query_shape),
-            key_strides=_strides(form.key_shape),
-            value_strides=_strides(form.value_shape),
-            query_shape=tuple(problem.query.shape),
-            key_shape=() if problem.key is None else tuple(problem.key.shape),
-            value_shape=() if problem.value is None else tuple(problem.value.shape),
-            options=problem.options,
-            timeout_s=None,
-            context_bytes=context_bytes,
-            answer=template,
-        )
-        return ProtoRecipe(
+        plain = plain_recipe(prepared, begins=begins, data_bytes=end, timeout_s=None, answer=template)
+        if plain is None:
+            return
+        if len(self._recipes) >= MAX_RECIPES:
+            self._recipes.popitem(last=False)
+        self._recipes[frame.key] = ProtoRecipe(
             plain=plain,
             template=template,
             sizes=tuple(sizes.values()),
             begins=tuple(begins.values()),
             gaps=tuple(gaps),
-            data_head=raw_output_head(context_bytes),
+            data_head=raw_output_head(plain.context_bytes),
         )
 
     def _template(self, form: PlainForm, checked: CheckedInference) -> ProtoTemplate:
@@ -211,10 +185,3 @@ def _is_plain_id(id_field: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return id_field[1] < 128
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for axis in reversed(shape[1:]):
-        strides.append(strides[-1] * axis)
-    return tuple(reversed(strides))

@@ -20,6 +20,7 @@ from service.errors import (
     Malformed,
     MediaTypeNotServed,
     MethodNotServed,
+    ModelsStay,
     NotAcceptable,
     NotFound,
     NotServed,
@@ -48,6 +49,7 @@ CONTRACT = {
     Overloaded: (429, "overloaded", 503, "UNAVAILABLE"),
     NotServed: (501, "not-served", 501, "UNIMPLEMENTED"),
     Unavailable: (503, "unavailable", 503, "UNAVAILABLE"),
+    ModelsStay: (503, "unavailable", 503, "UNAVAILABLE"),
     Draining: (503, "unavailable", 503, "UNAVAILABLE"),
     DeadlinePassed: (504, "deadline", 504, "DEADLINE_EXCEEDED"),
     QueueTimeout: (504, "queue-timeout", 503, "UNAVAILABLE"),
@@ -116,5 +118,5 @@ def test_refusals_for_load_say_when_to_come_back_and_why() -> None:
         Unavailable("starting"),
         Draining("going"),
     ]
-    assert all(refusal.retry_after_s >= 1 and refusal.reason in REFUSAL_REASONS for refusal in refusals)
+    assert all((refusal.retry_after_s or 0) >= 1 and refusal.reason in REFUSAL_REASONS for refusal in refusals)
     assert Draining.reason != Unavailable.reason
