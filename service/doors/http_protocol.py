@@ -14,6 +14,7 @@ import enum
 import re
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 import httptools
@@ -30,6 +31,7 @@ from service.doors.exchange import GOOD_ID, LINGER_BYTES, SMALL_REST_BYTES, Exch
 from service.doors.peer import PROBE, WATCH_S, has_closed_its_side, is_gone
 from service.doors.receive_buffers import LANDING_BYTES, SPARE_BYTES, ReceiveBuffer
 from service.errors import DeadlinePassed, Draining, NotAcceptable, Unauthenticated
+from service.failures import FAILURES, INTERNAL
 from service.lifecycle import State
 from service.request_queue import Outcome
 from service.wire.plain_recipes import MAX_HEADER_BYTES
@@ -52,15 +54,8 @@ _PLAIN_ENCODINGS = frozenset({b"", b"identity", b"gzip, deflate", b"gzip, deflat
 MAX_MISSES = 2
 """So often requests with one head may turn out to belong on the other road, until they are sent there at once."""
 _STATUS = {
-    200: b"HTTP/1.1 200 OK\r\n",
-    400: b"HTTP/1.1 400 Bad Request\r\n",
-    406: b"HTTP/1.1 406 Not Acceptable\r\n",
-    413: b"HTTP/1.1 413 Request Entity Too Large\r\n",
-    422: b"HTTP/1.1 422 Unprocessable Entity\r\n",
-    429: b"HTTP/1.1 429 Too Many Requests\r\n",
-    500: b"HTTP/1.1 500 Internal Server Error\r\n",
-    503: b"HTTP/1.1 503 Service Unavailable\r\n",
-    504: b"HTTP/1.1 504 Gateway Timeout\r\n",
+    status: b"HTTP/1.1 %d %b\r\n" % (status, HTTPStatus(status).phrase.encode())
+    for status in {200, INTERNAL.http, *(s for row in FAILURES.values() for s in (row.http, row.inference))}
 }
 _VARY = b"vary: Accept, Accept-Encoding\r\n"
 # Whoever sends one of these wants more than this road does.
