@@ -31,7 +31,7 @@ MAX_HEADER_BYTES = 2048
 """A longer header is read anew each time."""
 Tensors = tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]
 """All numbers, flat; then query, key and value of rank 4."""
-_QUEUE_MS, _COMPUTE_MS = 314159.25, 271828.25
+QUEUE_MS, COMPUTE_MS = 314159.25, 271828.25
 """Stand in a template where numbers go that differ from answer to answer."""
 _ID = re.compile(rb'\s*\{\s*"id"\s*:\s*("[ !#-\[\]-~]{0,256}")\s*,\s*')
 """An id with which a JSON part begins, and in which nothing is escaped."""
@@ -94,6 +94,23 @@ def inference_members(
         "parameters": response_parameters(info, ignored),
         "outputs": [context],
     }
+
+
+def info_of_template(form: PlainForm, *, device: str) -> dict[str, Any]:
+    """What an answer of a form says about itself, with ``QUEUE_MS`` and ``COMPUTE_MS`` in it."""
+    return answer_info(
+        path=form.path,
+        why=form.why,
+        device=device,
+        dtype=form.dtype,
+        queue_ms=QUEUE_MS,
+        compute_ms=COMPUTE_MS,
+        batch_requests=1,
+        empty_rows=0,
+        nonfinite_rows=0,
+        peak_bytes=form.cost.peak_bytes,
+        flops=form.cost.flops,
+    )
 
 
 def split_id(json_part: bytes) -> tuple[bytes, bytes]:
@@ -203,29 +220,16 @@ class PlainRecipes:
             self._recipes.popitem(last=False)
         self._recipes[key] = recipe
 
-    def _info(self, form: PlainForm) -> dict[str, Any]:
-        return answer_info(
-            path=form.path,
-            why=form.why,
-            device=self._device,
-            dtype=form.dtype,
-            queue_ms=_QUEUE_MS,
-            compute_ms=_COMPUTE_MS,
-            batch_requests=1,
-            empty_rows=0,
-            nonfinite_rows=0,
-            peak_bytes=form.cost.peak_bytes,
-            flops=form.cost.flops,
-        )
-
     def _inference_template(self, form: PlainForm, checked: CheckedInference) -> InferenceTemplate:
         name, ignored = checked.model.name, checked.ignored
-        members = inference_members(form, model_name=name, info=self._info(form), ignored=ignored)
+        members = inference_members(
+            form, model_name=name, info=info_of_template(form, device=self._device), ignored=ignored
+        )
         return InferenceTemplate(name, ignored, _template(members)[1:])
 
     def _safetensors_header(self, form: PlainForm) -> bytes:
         header = {
-            "__metadata__": {"info": orjson.dumps(self._info(form)).decode()},
+            "__metadata__": {"info": orjson.dumps(info_of_template(form, device=self._device)).decode()},
             "context": {
                 "dtype": CODE_OF[form.dtype],
                 "shape": list(form.result_shape),
@@ -237,7 +241,7 @@ class PlainRecipes:
 
 def _template(answer: dict[str, Any]) -> bytes:
     text = orjson.dumps(answer).replace(b"%", b"%%")
-    return text.replace(b"%.2f" % _QUEUE_MS, b"%.3f").replace(b"%.2f" % _COMPUTE_MS, b"%.3f")
+    return text.replace(b"%.2f" % QUEUE_MS, b"%.3f").replace(b"%.2f" % COMPUTE_MS, b"%.3f")
 
 
 def _context_bytes(form: PlainForm) -> int:

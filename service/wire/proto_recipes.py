@@ -14,17 +14,14 @@ from dataclasses import dataclass
 from attn_core.placement import ALIGNMENT_BYTES
 from attn_core.prepared import PlainForm, Prepared
 from service.wire import open_inference_pb2 as pb
-from service.wire.answers import answer_info
 from service.wire.inference import CheckedInference, response_parameters
 from service.wire.inference_models import DATATYPE_OF, VERSION
 from service.wire.open_inference_proto import Frame, raw_output_head, split, write_parameters
-from service.wire.plain_recipes import PlainRecipe, plain_recipe
+from service.wire.plain_recipes import COMPUTE_MS, QUEUE_MS, PlainRecipe, info_of_template, plain_recipe
 
 MAX_RECIPES = 1024
 MAX_HEAD_BYTES = 2048
 """A longer head is read anew each time."""
-_QUEUE_MS, _COMPUTE_MS = 314159.25, 271828.25
-"""Stand in a template where numbers go that differ from answer to answer."""
 _DOUBLE = struct.Struct("<d")
 
 
@@ -152,25 +149,13 @@ class ProtoRecipes:
         )
 
     def _template(self, form: PlainForm, checked: CheckedInference) -> ProtoTemplate:
-        info = answer_info(
-            path=form.path,
-            why=form.why,
-            device=self._device,
-            dtype=form.dtype,
-            queue_ms=_QUEUE_MS,
-            compute_ms=_COMPUTE_MS,
-            batch_requests=1,
-            empty_rows=0,
-            nonfinite_rows=0,
-            peak_bytes=form.cost.peak_bytes,
-            flops=form.cost.flops,
-        )
+        info = info_of_template(form, device=self._device)
         message = pb.ModelInferResponse(model_name=checked.model.name, model_version=VERSION)
         write_parameters(message.parameters, response_parameters(info, checked.ignored))
         datatype = DATATYPE_OF[form.dtype].name
         message.outputs.add(name="context", datatype=datatype, shape=form.result_shape)
         text = message.SerializeToString()
-        queue_at, compute_at = text.index(_DOUBLE.pack(_QUEUE_MS)), text.index(_DOUBLE.pack(_COMPUTE_MS))
+        queue_at, compute_at = text.index(_DOUBLE.pack(QUEUE_MS)), text.index(_DOUBLE.pack(COMPUTE_MS))
         first, second = sorted((queue_at, compute_at))
         parts = text[:first], text[first + _DOUBLE.size : second], text[second + _DOUBLE.size :]
         return ProtoTemplate(checked.model.name, checked.ignored, parts, are_times_swapped=compute_at < queue_at)
