@@ -80,6 +80,7 @@ class Attend:
         answer_bytes: Callable[[Prepared], int],
         held: Any = None,
         max_queue_s: float | None = None,
+        is_alone: bool = True,
     ) -> Answer:
         """Answer one checked problem, or raise why not.
 
@@ -89,7 +90,12 @@ class Attend:
         """
         prepared = self._prepare(problem)
         return await self.attend_prepared(
-            prepared, deadline, more_bytes=answer_bytes(prepared), held=held, max_queue_s=max_queue_s
+            prepared,
+            deadline,
+            more_bytes=answer_bytes(prepared),
+            held=held,
+            max_queue_s=max_queue_s,
+            is_alone=is_alone,
         )
 
     async def attend_prepared(
@@ -100,6 +106,7 @@ class Attend:
         more_bytes: int,
         held: Any = None,
         max_queue_s: float | None = None,
+        is_alone: bool = True,
     ) -> Answer:
         """The same for a problem whose kernel and cost are known. Raises: as ``attend``, but InvalidProblem."""
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -113,7 +120,13 @@ class Attend:
                 future.set_result(outcome)
 
         waiting = self.begin(
-            prepared, deadline, more_bytes=more_bytes, deliver=deliver, held=held, max_queue_s=max_queue_s
+            prepared,
+            deadline,
+            more_bytes=more_bytes,
+            deliver=deliver,
+            held=held,
+            max_queue_s=max_queue_s,
+            is_alone=is_alone,
         )
         try:
             return await future
@@ -134,8 +147,12 @@ class Attend:
         deliver: Callable[[Outcome], None],
         held: Any = None,
         max_queue_s: float | None = None,
+        is_alone: bool = True,
     ) -> Waiting | None:
         """Answer at once and give None, or enqueue; ``deliver`` is called once, unless ``Waiting.end`` comes first.
+
+        Not ``is_alone``: the caller knows of others that are still on their way, so the loop leaves what takes long to a
+        thread that has nothing to do.
 
         Raises: TooLarge, Overloaded, Unavailable, DeadlinePassed.
         """
@@ -144,7 +161,8 @@ class Attend:
         # First: what can never be held is told so, not that it would take too long.
         self._admission.check_memory(needed_bytes)
         was_tried = False
-        if self.may_run_at_once(estimated_s, is_tiny=self._pace.is_tiny(prepared.cost, prepared.path)):
+        is_tiny = self._pace.is_tiny(prepared.cost, prepared.path)
+        if (is_alone or estimated_s <= AT_ONCE_S) and self.may_run_at_once(estimated_s, is_tiny=is_tiny):
             self._admission.check_deadline(0.0, 0.0, deadline)
             outcome = self._run_at_once(prepared, needed_bytes, estimated_s, deadline)
             if outcome is not None:
@@ -162,7 +180,8 @@ class Attend:
         except BaseException:
             self._admission.release_memory(needed_bytes)
             raise
-        if self._engine is not None and not self._is_helping:
+        is_taken = not is_alone and estimated_s > AT_ONCE_S and self._queue.has_idle_small_worker
+        if self._engine is not None and not self._is_helping and not is_taken:
             self._is_helping = True
             self._helped_at = self._clock()
             asyncio.get_running_loop().call_soon(self._help)
@@ -217,10 +236,12 @@ class Attend:
         self._end_turn()
         return False
 
-    def may_run_plain_at_once(self, form: PlainForm) -> float | None:
+    def may_run_plain_at_once(self, form: PlainForm, *, is_alone: bool = True) -> float | None:
         """The estimated seconds of a problem that the event loop may compute itself, None for others."""
         estimated_s = self._pace.estimate_s(form.cost, form.path)
         is_tiny = self._pace.is_tiny(form.cost, form.path)
+        if not is_alone and estimated_s > AT_ONCE_S:
+            return None
         return estimated_s if self.may_run_at_once(estimated_s, is_tiny=is_tiny) else None
 
     def run_plain_at_once(

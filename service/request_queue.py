@@ -103,6 +103,11 @@ class RequestQueue:
     def has_small(self) -> bool:
         return bool(self._small)
 
+    @property
+    def has_idle_small_worker(self) -> bool:
+        """Whether a worker is about to take the one small problem that waits."""
+        return len(self._small) <= 1 and self._num_running[False] < self._num_small_workers
+
     def wait_s(self, *, is_large: bool) -> float:
         """The estimated time until one more of its lane would begin: what waits and runs there, over its workers."""
         workers = 1 if is_large else self._num_small_workers

@@ -138,12 +138,13 @@ class Inference:
         takes_reserved: bool = False,
         more_bytes: Callable[[CheckedInference, Prepared], int],
         held: Any = None,
+        is_alone: bool = True,
     ) -> InferenceAnswer:
         """Check a request, have it computed, put into shared memory what belongs there.
 
         ``began`` is when it arrived, on the monotonic clock; ``remaining_s`` what its caller waits at most from now.
         ``more_bytes`` gives what the written answer takes besides the outputs, and may refuse an answer that cannot be
-        sent; ``held`` keeps alive what the inputs lie in.
+        sent; ``held`` keeps alive what the inputs lie in; ``is_alone`` as for ``Attend.begin``.
 
         Raises: InvalidProblem, NotFound, NotServed, and as ``Attend.attend``.
         """
@@ -157,6 +158,7 @@ class Inference:
                 answer_bytes=lambda prepared: more_bytes(checked, prepared),
                 held=(held, places),
                 max_queue_s=checked.queue_timeout_s,
+                is_alone=is_alone,
             )
             count_answer(self.metrics, answer)
             outputs = [(output, answer.result.outputs[output.name]) for output in checked.outputs]
@@ -184,13 +186,14 @@ class Inference:
         began: float,
         remaining_s: float | None = None,
         held: Any = None,
+        is_alone: bool = True,
     ) -> InferenceAnswer:
         """The same for a request that is known to be a plain one, checked and prepared once for all like it.
 
         Raises: as ``Attend.attend_prepared``.
         """
         deadline = self._deadline(None, began, remaining_s)
-        answer = await self._attend.attend_prepared(prepared, deadline, more_bytes=0, held=held)
+        answer = await self._attend.attend_prepared(prepared, deadline, more_bytes=0, held=held, is_alone=is_alone)
         count_answer(self.metrics, answer)
         return InferenceAnswer(
             model=model,

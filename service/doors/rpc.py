@@ -167,6 +167,12 @@ class RpcDoor(grpc.GenericRpcHandler):  # type: ignore[misc]
         return handler
 
     @property
+    def _is_alone(self) -> bool:
+        """Whether no other call is open. gRPC hands messages over one by one, so that none seems to wait while the next
+        ones are read; computed here as they come, all of them would share one core."""
+        return len(self._calls) + len(self._streams) <= 1
+
+    @property
     def num_calls(self) -> int:
         """How many unary calls have begun and are not over, to the last byte of their answer."""
         return len(self._calls)
@@ -400,7 +406,7 @@ class RpcDoor(grpc.GenericRpcHandler):  # type: ignore[misc]
         if frame is None or recipe is None or self._lifecycle.state is not State.READY:
             return None
         plain = recipe.plain
-        estimated_s = self._attend.may_run_plain_at_once(plain.form)
+        estimated_s = self._attend.may_run_plain_at_once(plain.form, is_alone=self._is_alone)
         if estimated_s is None:
             return None
         remaining_s = rpc_context.time_remaining()
@@ -485,6 +491,7 @@ class RpcDoor(grpc.GenericRpcHandler):  # type: ignore[misc]
                     began=asked.began,
                     remaining_s=asked.remaining_s,
                     held=buffer,
+                    is_alone=self._is_alone,
                 )
 
     async def _infer_any(
@@ -523,6 +530,7 @@ class RpcDoor(grpc.GenericRpcHandler):  # type: ignore[misc]
                     takes_reserved=True,
                     more_bytes=more_bytes,
                     held=(data, buffer),
+                    is_alone=self._is_alone,
                 )
         return answer, [FINAL_PIECE] if asks_final else []
 
