@@ -223,7 +223,7 @@ def test_an_error_has_its_row_behind_every_door(
             raise error
 
         monkeypatch.setattr(Attend, "begin", begin)
-        monkeypatch.setattr(Attend, "may_run_plain_at_once", lambda *_: None)
+        monkeypatch.setattr(Attend, "may_run_plain_at_once", lambda *_, **__: None)
         natively = [
             client.post("/v1/attention", content=bodies.safetensors_body(TENSORS, {}), headers=SAFETENSORS),
             client.post("/v1/attention", content=bodies.list_body(TENSORS, {})
