@@ -151,8 +151,8 @@ class Attend:
     ) -> Waiting | None:
         """Answer at once and give None, or enqueue; ``deliver`` is called once, unless ``Waiting.end`` comes first.
 
-        Not ``is_alone``: the caller knows of others that are still on their way, so the loop leaves what takes long to a
-        thread that has nothing to do.
+        Not ``is_alone``: the caller knows of others that are still on their way, so the loop leaves what takes long to
+        a thread that has nothing to do.
 
         Raises: TooLarge, Overloaded, Unavailable, DeadlinePassed.
         """

@@ -32,6 +32,7 @@ from service.wire.inference import (
     ParameterValue,
     RequestedOutput,
     check,
+    check_places,
     response_parameters,
 )
 from service.wire.inference_models import VERSION, Model, Models
@@ -149,7 +150,7 @@ class Inference:
         Raises: InvalidProblem, NotFound, NotServed, and as ``Attend.attend``.
         """
         with contextlib.ExitStack() as stack:
-            places = self._resolve(request, stack, is_loopback=is_loopback)
+            places = self._resolve(request, model, stack, is_loopback=is_loopback)
             checked = check(request, model, self.read_limits, takes_reserved=takes_reserved)
             deadline = self._deadline(checked.timeout_s, began, remaining_s)
             answer = await self._attend.attend(
@@ -208,11 +209,16 @@ class Inference:
         return Deadline(at if remaining_s is None else min(at, time.monotonic() + remaining_s))
 
     def _resolve(
-        self, request: InferenceRequest, stack: contextlib.ExitStack, *, is_loopback: bool
+        self, request: InferenceRequest, model: Model, stack: contextlib.ExitStack, *, is_loopback: bool
     ) -> dict[MemoryPlace, MappedPart]:
         """Inputs that are places become buffers; the places of outputs are looked up. Raises: NotServed, NotFound,
         InvalidProblem for a place outside its region."""
         places: dict[MemoryPlace, MappedPart] = {}
+        for given in request.inputs:
+            if isinstance(given.content, MemoryPlace):
+                self.check_shared_memory(is_loopback=is_loopback)
+        # Nothing is read, or copied, that is refused for its name, its shape or its size.
+        check_places(request, model)
         for given in request.inputs:
             if isinstance(given.content, MemoryPlace):
                 part = self._part(given.content, places, stack, is_loopback=is_loopback)

@@ -38,6 +38,7 @@ from service.failures import INTERNAL, Failure
 from service.lifecycle import State
 from service.telemetry import OTHER_ROUTE
 from service.wire import open_inference_pb2 as pb
+from service.wire.arrays import MAX_RANK
 from service.wire.inference import CheckedInference, InferenceRequest
 from service.wire.inference_models import DATATYPES, Model
 from service.wire.open_inference_proto import (
@@ -72,6 +73,7 @@ SLICE_BYTES = 2**20
 UNWATCHED_CALLS = 128
 """With so many unary calls open, it is seen to that the message of one more comes."""
 KEEPALIVE_MS = 60_000
+MAX_PENDING_CALLS = 100_000
 MAX_LENGTH = 2**31 - 1
 ERROR_AT_ONCE = "triton_grpc_error"
 """Metadata by which the first error of a stream ends it with a status."""
@@ -685,8 +687,8 @@ class Stream:
 
     def end(self) -> None:
         """Read no more; what has been read is answered."""
-        self._is_ended = True
-        if self._reading is not None:
+        if self._reading is not None and not self._reading.done():
+            self._is_ended = True
             self._reading.cancel()
 
     async def _read(self) -> None:
@@ -735,9 +737,12 @@ class Stream:
         tasks = [task for task in (self._reading, *(item.task for item in left)) if task is not None]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for item in left:
-            item.inside.close()
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            # Whoever cancels the stream may do so a second time.
+            for item in left:
+                item.inside.close()
 
 
 class Refusal(Exception):
@@ -760,6 +765,9 @@ class RpcServer:
             handlers=[door],
             maximum_concurrent_rpcs=max_calls,
             options=[
+                # Or calls of a burst would be dropped by chance, as if their callers had cancelled them.
+                ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+                ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
                 # Or a port that another gRPC server holds would be shared with it, in silence.
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", min(max_message_bytes, MAX_LENGTH)),
@@ -837,7 +845,11 @@ def _raw_sizes(request: InferenceRequest) -> dict[str, int] | None:
         if not isinstance(given.content, bytes | memoryview):
             continue
         datatype = DATATYPES.get(given.datatype)
-        if datatype is None or len(given.content) != math.prod(given.shape) * datatype.itemsize:
+        if (
+            datatype is None
+            or len(given.shape) > MAX_RANK
+            or len(given.content) != math.prod(given.shape) * datatype.itemsize
+        ):
             return None
         sizes[given.name] = len(given.content)
     return sizes if any(sizes.values()) and not request.faults else None

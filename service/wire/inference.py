@@ -6,14 +6,13 @@ makes the problem, or names every fault. How an answer is written is up to the f
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from attn_core.errors import MAX_FAULTS, Fault, InvalidProblem, names_text, shape_text
-from service.wire.arrays import FlatTensor, Limits, shape_faults
+from service.wire.arrays import MAX_RANK, FlatTensor, Limits, shape_faults
 from service.wire.inference_models import DATATYPES, Model, ModelTensor
 from service.wire.inference_request import (
     InferenceInput,
@@ -110,6 +109,29 @@ def check(
     )
 
 
+def check_places(request: InferenceRequest, model: Model) -> None:
+    """Check what is said of inputs in shared memory, before any is read. Raises: InvalidProblem."""
+    faults: list[Fault] = []
+    seen: set[str] = set()
+    for given in request.inputs:
+        if not isinstance(given.content, MemoryPlace) or len(faults) >= MAX_FAULTS:
+            continue
+        name, tensor = short_name(given.name), model.input(given.name)
+        if tensor is None or given.name in seen:
+            faults.append(Fault("inputs", f"each input of {model.name} once, and no other", short(given.name)))
+            continue
+        seen.add(given.name)
+        if len(given.shape) > MAX_RANK or any(axis < 0 for axis in given.shape):
+            faults.append(Fault(f"{name}.shape", f"at most {MAX_RANK} axes of 0 or more", short(list(given.shape))))
+            continue
+        needed = math.prod(given.shape) * tensor.datatype.itemsize
+        if given.content.byte_size != needed:
+            expected = f"{needed} bytes for {tensor.datatype.name} {shape_text(given.shape)}"
+            faults.append(Fault(f"{name}.data", expected, f"{given.content.byte_size} bytes"))
+    if faults:
+        raise InvalidProblem(faults)
+
+
 def response_parameters(info: Mapping[str, Any], ignored: Sequence[str]) -> dict[str, ParameterValue]:
     """What the answer says in its parameters: each field of ``info`` under its own name, and what was ignored."""
     return dict(info) | ({"ignored": ", ".join(ignored)} if ignored else {})
@@ -161,7 +183,7 @@ def _read_parameters(
     queue_timeout_s: float | None = None
     window: dict[str, Any] = {}
     ignored: list[str] = []
-    for name, value in itertools.islice(parameters.items(), 1000):
+    for name, value in parameters.items():
         if name in PARAMETER_OPTIONS:
             _read_option(name, value, model, parts, window)
         elif name == "timeout":

@@ -10,6 +10,8 @@ from attn_core.errors import Fault
 from service.wire.arrays import Buffer, FlatTensor
 
 ParameterValue = bool | int | float | str
+MAX_NAMED = 1000
+"""More inputs, outputs or parameters than any request has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from service.wire.arrays import (
     shape_faults,
 )
 from service.wire.inference_request import (
+    MAX_NAMED,
     InferenceInput,
     InferenceRequest,
     MemoryPlace,
@@ -101,7 +102,9 @@ class _Reader:
         if value is None:
             return []
         if isinstance(value, list):
-            return value
+            if len(value) > MAX_NAMED:
+                self._fault(name, f"at most {MAX_NAMED}", str(len(value)))
+            return value[:MAX_NAMED]
         self._fault(name, f"a list of {name}", value)
         return []
 
@@ -116,6 +119,9 @@ class _Reader:
             return {}
         if not isinstance(value, dict):
             self._fault(where, "an object", value)
+            return {}
+        if len(value) > MAX_NAMED:
+            self._fault(where, f"at most {MAX_NAMED} parameters", str(len(value)))
             return {}
         strangers = {name: each for name, each in value.items() if not _is_parameter(each)}
         for name in itertools.islice(strangers, MAX_FAULTS):

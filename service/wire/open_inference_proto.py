@@ -21,7 +21,7 @@ from attn_core.errors import MAX_FAULTS, Fault, shape_text
 from attn_core.validate import dtype_text
 from service.errors import Malformed
 from service.wire import open_inference_pb2 as pb
-from service.wire.arrays import STORAGE, Buffer, FlatTensor, aligned_room
+from service.wire.arrays import MAX_RANK, STORAGE, Buffer, FlatTensor, aligned_room
 from service.wire.inference import (
     FINAL_RESPONSE_ASKED,
     InferenceInput,
@@ -31,6 +31,7 @@ from service.wire.inference import (
     RequestedOutput,
 )
 from service.wire.inference_models import DATATYPES, VERSION, Datatype
+from service.wire.inference_request import MAX_NAMED
 from service.wire.tensors import bytes_of
 from service.wire.text import short, short_name
 
@@ -38,8 +39,9 @@ Piece = bytes | memoryview
 M = TypeVar("M", bound=Message)
 
 FINAL_RESPONSE = "triton_final_response"
-MAX_NAMED = 1000
-"""So many inputs, outputs and parameters of one request are looked at; none has more."""
+MAX_FIELDS = 4 * MAX_NAMED
+"""So many fields a message has at its top level; they are counted before it is parsed, since each takes a multiple of
+its bytes."""
 _RAW_INPUT, _ID, _RAW_OUTPUT, _INFER_RESPONSE = 0x3A, 0x1A, b"\x32", b"\x12"
 """Tags: field number and wire type 2, which is a length and so many bytes."""
 _TYPED_FIELDS = {
@@ -86,9 +88,13 @@ def split(message: bytes) -> Frame | None:
     """Take a request apart without parsing it. None where it is out of the ordinary, or no message at all."""
     at, end = 0, len(message)
     head_end = id_at = id_end = -1
-    spans = []
+    spans: list[tuple[int, int]] = []
+    num_fields = 0
     try:
         while at < end:
+            num_fields += 1
+            if num_fields > MAX_FIELDS:
+                return None
             tag, size, begin = message[at], message[at + 1], at + 2
             if size > 127:
                 size, begin = _long_size(message, at + 1)
@@ -126,9 +132,37 @@ def _long_size(message: bytes, at: int) -> tuple[int, int]:
     raise IndexError
 
 
+def check_fields(message: bytes) -> None:
+    """Count the fields of a message, those of groups too. Raises: Malformed where it has more than any request."""
+    at, end = 0, len(message)
+    try:
+        for _ in range(MAX_FIELDS):
+            if at >= end:
+                return
+            tag, at = _long_size(message, at)
+            kind = tag & 7
+            if kind == 0:
+                while message[at] >= 0x80:
+                    at += 1
+                at += 1
+            elif kind in (1, 5):
+                at += 8 if kind == 1 else 4
+            elif kind == 2:
+                size, at = _long_size(message, at)
+                at += size
+            elif kind not in (3, 4):
+                return
+    except IndexError:
+        # The parser says what is wrong with it.
+        return
+    fault = Fault("", f"a message of at most {MAX_FIELDS} fields", "more")
+    raise Malformed("the message has too many fields", faults=[fault])
+
+
 def read_message(message: bytes, frame: Frame | None) -> tuple[pb.ModelInferRequest, list[Buffer]]:
     """A request without its raw contents, and these, as views where it was ``split``. Raises: Malformed."""
     if frame is None:
+        check_fields(message)
         whole = parse(pb.ModelInferRequest, message)
         return whole, list(whole.raw_input_contents)
     view = memoryview(message)
@@ -209,7 +243,7 @@ def _read_output(output: pb.ModelInferRequest.InferRequestedOutputTensor, faults
 def _read_inputs(
     inputs: Iterable[pb.ModelInferRequest.InferInputTensor], raw: Sequence[Buffer], faults: list[Fault]
 ) -> list[InferenceInput]:
-    rest = list(raw)
+    rest = iter(raw)
     read = []
     num_raw = 0
     for given in inputs:
@@ -224,10 +258,12 @@ def _read_inputs(
             faults.append(Fault(f"{name}.contents", expected, "contents besides another"))
         elif not is_shared and raw:
             num_raw += 1
-            content = rest.pop(0) if rest else None
-        elif not is_shared:
+            content = next(rest, None)
+        elif not is_shared and len(given.shape) <= MAX_RANK:
             content = _read_contents(name, given, faults)
-        read.append(InferenceInput(given.name, given.datatype, tuple(given.shape), content))
+        # One axis too many is enough to be refused for it.
+        shape = tuple(given.shape[: MAX_RANK + 1])
+        read.append(InferenceInput(given.name, given.datatype, shape, content))
         if len(faults) >= MAX_FAULTS:
             return read
     if raw and num_raw != len(raw):

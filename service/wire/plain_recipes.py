@@ -33,8 +33,8 @@ Tensors = tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]
 """All numbers, flat; then query, key and value of rank 4."""
 QUEUE_MS, COMPUTE_MS = 314159.25, 271828.25
 """Stand in a template where numbers go that differ from answer to answer."""
-_ID = re.compile(rb'\s*\{\s*"id"\s*:\s*("[ !#-\[\]-~]{0,256}")\s*,\s*')
-"""An id with which a JSON part begins, and in which nothing is escaped."""
+_ID = re.compile(rb'[ \t\r\n]*\{[ \t\r\n]*("id"[ \t\r\n]*:[ \t\r\n]*("[ !#-\[\]-~]{0,256}")[ \t\r\n]*,[ \t\r\n]*)"')
+"""An id with which a JSON part begins, in which nothing is escaped, and behind which another name comes."""
 
 
 class AnswerTemplate(Protocol):
@@ -116,7 +116,10 @@ def info_of_template(form: PlainForm, *, device: str) -> dict[str, Any]:
 def split_id(json_part: bytes) -> tuple[bytes, bytes]:
     """The id of a request, quoted as it was sent, and the rest of its JSON part; no id where it stands elsewhere."""
     found = _ID.match(json_part)
-    return (b"", json_part) if found is None else (found.group(1), json_part[found.end() :])
+    if found is None:
+        return b"", json_part
+    # Told apart from a part that never had an id: both are whole objects, but not the same key.
+    return found.group(2), b"id" + json_part[: found.start(1)] + json_part[found.end(1) :]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,7 +201,8 @@ class PlainRecipes:
         ``sizes`` has the bytes of each input that follows it, in their order; every output is asked in binary.
         """
         form = prepared.plain
-        if form is None or len(key) > MAX_HEADER_BYTES or checked.queue_timeout_s is not None:
+        if form is None or len(key) > MAX_HEADER_BYTES or checked.queue_timeout_s is not None or checked.ignored:
+            # A template has marks in it, and must hold nothing that a client wrote.
             return
         begins, data_bytes = {}, 0
         for name, size in sizes.items():

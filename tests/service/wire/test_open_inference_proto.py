@@ -21,6 +21,7 @@ from service.wire import open_inference_proto as proto
 from service.wire.arrays import FlatTensor
 from service.wire.inference import CheckedInference, MemoryPlace, RequestedOutput, check
 from service.wire.inference_models import Models
+from service.wire.inference_request import MAX_NAMED
 from service.wire.proto_recipes import MAX_HEAD_BYTES, MAX_RECIPES, ProtoRecipes
 from service.wire.requests import ReadLimits
 from service.wire.tensors import view_bytes
@@ -237,7 +238,7 @@ def test_options_that_are_no_numbers_are_refused(name: str, value: float) -> Non
 
 def test_more_than_anybody_needs_is_refused_and_not_read() -> None:
     message = pb.ModelInferRequest(model_name="sdpa")
-    for _ in range(proto.MAX_NAMED + 1):
+    for _ in range(MAX_NAMED + 1):
         message.inputs.add()
     assert "inputs" in fields_of_faults(read(message).faults)
 
