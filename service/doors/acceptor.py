@@ -18,6 +18,8 @@ log = logging.getLogger("attn.acceptor")
 MAX_AT_ONCE = 128
 """So many are taken in before those that are inside have their turn."""
 MAX_LAST = 1 << 16
+GOODBYE_S = 0.5
+"""How long a client may take to end TLS in its turn: an idle one that reads nothing would keep a stop waiting."""
 PAUSE_S = 0.2
 """After a failure such as no descriptors left: asked again at once, the system would say the same."""
 
@@ -83,7 +85,11 @@ class Acceptor:
                     self._pause = self._loop.call_later(PAUSE_S, self._open)
                 return
             coming = self._loop.connect_accepted_socket(
-                self._make_protocol, accepted, ssl=self._tls, ssl_handshake_timeout=self._handshake_timeout_s
+                self._make_protocol,
+                accepted,
+                ssl=self._tls,
+                ssl_handshake_timeout=self._handshake_timeout_s,
+                ssl_shutdown_timeout=None if self._tls is None else GOODBYE_S,
             )
             task = self._loop.create_task(coming)
             self._coming.add(task)

@@ -208,6 +208,18 @@ def test_who_never_ends_the_handshake_does_not_hold_up_the_end(authority: Author
                 caller.close()
 
 
+def test_an_idle_connection_does_not_hold_up_the_end(authority: Authority, certificate: Certificate) -> None:
+    with ready(context_of(authority), settings_of(certificate, ATTN_DRAIN_TIMEOUT_S="20")) as server:
+        raw = socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S)
+        with context_of(authority).wrap_socket(raw, server_hostname="localhost") as idle:
+            idle.sendall(get("/livez"))
+            assert idle.recv(2**16).startswith(b"HTTP/1.1 200 ")
+            began = time.monotonic()
+            server.terminate()
+            assert server.wait(30.0) == 0
+            assert time.monotonic() - began < 10.0
+
+
 @pytest.mark.parametrize("name", ["ATTN_TLS_CERTIFICATE_FILE", "ATTN_TLS_KEY_FILE", "ATTN_TLS_CLIENT_CA_FILE"])
 def test_a_file_that_is_none_stops_the_start_and_is_named(tmp_path: Path, certificate: Certificate, name: str) -> None:
     noise = tmp_path / "noise.pem"
