@@ -108,4 +108,6 @@ class DeadlinePassed(ServiceError):
 
 
 class QueueTimeout(DeadlinePassed):
-    """The request has waited for as long as its caller lets it wait in the queue."""
+    """The request has waited in the queue for as long as its caller lets it wait."""
+
+    retry_after_s: int | None = 1

@@ -60,7 +60,7 @@ class AsgiProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._fed_bytes = 0
         self._body_bytes = 0
-        self._is_upgrade = False
+        self._is_upgrade = self._is_head_whole = False
         self._is_deaf = False
         self._active: RequestResponseCycle | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -151,7 +151,7 @@ class AsgiProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._head_bytes = self._fed_bytes = self._body_bytes = 0
-        self._is_upgrade = self._is_between = False
+        self._is_upgrade = self._is_between = self._is_head_whole = False
         extensions: Any = {
             ABORT_EXTENSION: self.transport.abort,
             LOST_EXTENSION: ClientLost(),
@@ -163,9 +163,12 @@ class AsgiProtocol(HttpToolsProtocol):
         self._head_bytes += len(name) + len(value) + 4
         if self._head_bytes > MAX_HEAD_BYTES:
             raise HeadTooLarge
-        super().on_header(name, value)
+        if not self._is_head_whole:
+            # What comes behind the body could pass for a key that was looked for before it, or for what a proxy said.
+            super().on_header(name, value.rstrip(b" \t"))
 
     def on_headers_complete(self) -> None:
+        self._is_head_whole = True
         if self.parser.should_upgrade():
             # The parser ends the message here; it is read once more without the wish.
             self._is_upgrade = True

@@ -20,6 +20,7 @@ from service.authentication import Authentication
 from service.deadline import Deadline
 from service.doors.answers import count_answer, info_of, is_worth_gzip, refusal_reason
 from service.doors.exchange import Exchange, record
+from service.doors.inference import FAILED
 from service.doors.receive_buffers import ReceiveBuffer, ReceiveBuffers
 from service.doors.refusals import refusal_of
 from service.doors.rest import RestLimits
@@ -195,7 +196,7 @@ class BinaryDoor:
         if isinstance(recipe.answer, InferenceTemplate):
             self._statistics.succeeded(
                 recipe.answer.model_name,
-                total_s=ended - began,
+                total_s=ended - began - read_s,
                 queue_s=0.0,
                 input_s=parsed - began - read_s,
                 infer_s=computed - parsed,
@@ -293,7 +294,7 @@ class BinaryDoor:
             pieces = [json_part, bytes_of(answer.result.outputs["context"])]
         self._statistics.succeeded(
             template.model_name,
-            total_s=time.monotonic() - exchange.began,
+            total_s=time.monotonic() - exchange.began - exchange.stages.get("read", 0.0),
             queue_s=answer.queue_s,
             input_s=exchange.stages.get("parse", 0.0),
             infer_s=answer.compute_s,
@@ -309,6 +310,9 @@ class BinaryDoor:
             self._metrics.refused.labels(reason).inc()
         refusal = refusal_of(error, exchange.request_id, path=head.target.decode("latin-1"))
         exchange.outcome, exchange.status = refusal.failure.name, refusal.status
+        if head.json_bytes and refusal.failure.name in FAILED:
+            model = head.target.decode("latin-1").split("/")[3]
+            self._statistics.failed(model, total_s=time.monotonic() - exchange.began)
         raw = [(name.encode(), value.encode()) for name, value in refusal.headers.items()]
         return Reply(refusal.status, refusal.media_type.encode(), [refusal.body], raw)
 

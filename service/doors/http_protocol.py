@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import logging
 import re
 import time
 from collections.abc import Callable
@@ -36,6 +37,8 @@ from service.lifecycle import State
 from service.request_queue import Outcome
 from service.wire.plain_recipes import MAX_HEADER_BYTES
 from service.wire.safetensors_format import MEDIA_TYPE
+
+log = logging.getLogger("attn.door")
 
 HEAD_GLANCE_BYTES = 2048
 """Heads are looked for in so many bytes; a longer one takes the other road."""
@@ -378,7 +381,12 @@ class HttpProtocol(asyncio.BufferedProtocol):
         body_at = self._aligned(buffer, body_at, head, head_bytes)
         door = self._door
         if door.lifecycle.state is State.READY and not self._is_deaf:
-            at_once = door.answer_at_once(head, buffer, body_at, began)
+            try:
+                at_once = door.answer_at_once(head, buffer, body_at, began)
+            except Exception:
+                # A mistake of ours: the longer way answers, or says so.
+                log.exception("not answered at once")
+                at_once = None
             if at_once is not None:
                 self._write_at_once(*at_once)
                 return

@@ -47,6 +47,8 @@ BASE_EXTENSIONS = (
     "parameters",
     "statistics",
 )
+FAILED = frozenset({"internal", "deadline", "queue-timeout"})
+"""What counts as a failed inference; a refusal counts nowhere."""
 SHARED_MEMORY_EXTENSION = "system_shared_memory"
 MAX_ERROR_CHARACTERS = 4000
 """An error is one text here; over gRPC it travels in a header, and clients refuse headers of over 8 KiB."""
@@ -254,7 +256,7 @@ class Inference:
 
     def failed(self, model: Model, error: BaseException, *, began: float) -> None:
         """Count a request that was taken and not answered; refusals count nowhere."""
-        if failure_of(error).name in ("internal", "deadline", "queue-timeout"):
+        if failure_of(error).name in FAILED:
             self.statistics.failed(model.name, total_s=time.monotonic() - began)
 
 

@@ -282,7 +282,11 @@ class InferenceDoor:
             permit.count(response.size)
             stages = exchange.stages
             inference.answered(
-                answer, began=exchange.began, input_s=stages["read"] + stages["parse"], output_s=stages["encode"]
+                answer,
+                # From when the request was there: what its client took to send it is no work of a model.
+                began=exchange.began + stages["read"],
+                input_s=stages["parse"],
+                output_s=stages["encode"],
             )
             return response
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from attn_core.errors import MAX_FAULTS, Fault, InvalidProblem, TooLarge
-from service.errors import MethodNotServed, Overloaded, ServiceError, Unavailable
+from service.errors import MethodNotServed, Overloaded, QueueTimeout, ServiceError, Unavailable
 from service.failures import INTERNAL, Failure, failure_of
 
 MEDIA_TYPE = "application/problem+json"
@@ -35,7 +35,7 @@ def describe(error: BaseException, request_id: str) -> tuple[Failure, bytes, Map
     if isinstance(error, TooLarge):
         body["needed_bytes"] = error.needed_bytes
         body["allowed_bytes"] = error.allowed_bytes
-    if isinstance(error, Overloaded | Unavailable) and error.retry_after_s is not None:
+    if isinstance(error, Overloaded | Unavailable | QueueTimeout) and error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
     if isinstance(error, MethodNotServed):
         headers["allow"] = error.allow

@@ -33,7 +33,16 @@ from service.doors.inference import Inference, InferenceAnswer, error_text
 from service.doors.peer import is_loopback_address
 from service.doors.receive_buffers import LANDING_BYTES, ReceiveBuffer, ReceiveBuffers
 from service.doors.rpc_neighbours import HEALTH, INFERENCE, REFLECTION, REFLECTION_ALPHA, Health, Reflection
-from service.errors import DeadlinePassed, ModelsStay, NotFound, NotServed, Overloaded, ServiceError, Unavailable
+from service.errors import (
+    DeadlinePassed,
+    ModelsStay,
+    NotFound,
+    NotServed,
+    Overloaded,
+    QueueTimeout,
+    ServiceError,
+    Unavailable,
+)
 from service.failures import INTERNAL, Failure
 from service.lifecycle import State
 from service.telemetry import OTHER_ROUTE
@@ -74,6 +83,8 @@ UNWATCHED_CALLS = 128
 """With so many unary calls open, it is seen to that the message of one more comes."""
 KEEPALIVE_MS = 60_000
 MAX_PENDING_CALLS = 100_000
+MAX_SUCH_CALLS = 400
+"""Of streams, and of calls of health."""
 MAX_LENGTH = 2**31 - 1
 ERROR_AT_ONCE = "triton_grpc_error"
 """Metadata by which the first error of a stream ends it with a status."""
@@ -134,6 +145,8 @@ class RpcDoor(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._streams: set[Stream] = set()
         self._reflections: set[asyncio.Task[Any]] = set()
         self._calls: set[asyncio.Task[Any]] = set()
+        # Of streams, and of what is open to everybody.
+        self._places: tuple[set[asyncio.Task[Any]], set[asyncio.Task[Any]]] = set(), set()
         self._metrics.prepare(routes=self._handlers, paths=(), reasons=())
         self._ok = {route: self._metrics.requests.labels(route, "ok") for route in _WORK}
         self._seconds = {route: self._metrics.request_seconds.labels(route) for route in _WORK}
@@ -153,6 +166,8 @@ class RpcDoor(grpc.GenericRpcHandler):  # type: ignore[misc]
                 self._authentication.check(metadata.get("authorization"), metadata.get("x-api-key"))
             if method in _WORK:
                 self.inference.check_room()
+            if method in _OPEN or method == _STREAM:
+                self._take_place(method in _OPEN)
         except Exception as error:
             # A handler of streams need not read what it refuses.
             route = OTHER_ROUTE if handler is None else method
@@ -167,6 +182,17 @@ class RpcDoor(grpc.GenericRpcHandler):  # type: ignore[misc]
             if len(self._calls) > UNWATCHED_CALLS:
                 return grpc.stream_stream_rpc_method_handler(functools.partial(self._watched, handler, method))
         return handler
+
+    def _take_place(self, is_open: bool) -> None:
+        """Count a call that may stay for long, or that needs no key: there are fewer places for those than for all, so
+        that they cannot keep the others out. Raises: Overloaded."""
+        places = self._places[is_open]
+        if len(places) >= MAX_SUCH_CALLS:
+            raise Overloaded(f"{MAX_SUCH_CALLS} calls of this kind are open already", reason="requests")
+        task = asyncio.current_task()
+        assert task is not None
+        places.add(task)
+        task.add_done_callback(places.discard)
 
     @property
     def _is_alone(self) -> bool:
@@ -610,7 +636,7 @@ class RpcDoor(grpc.GenericRpcHandler):  # type: ignore[misc]
     ) -> NoReturn:
         """End a call with a status."""
         trailing = [("x-request-id", exchange.request_id)]
-        if isinstance(error, Overloaded | Unavailable) and error.retry_after_s is not None:
+        if isinstance(error, Overloaded | Unavailable | QueueTimeout) and error.retry_after_s is not None:
             trailing.append(("retry-after", str(error.retry_after_s)))
         await rpc_context.abort(_STATUS[failure.grpc], details_of(text), tuple(trailing))
         raise AssertionError("an aborted call goes on")

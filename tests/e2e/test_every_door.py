@@ -240,7 +240,12 @@ def test_an_error_has_its_row_behind_every_door(
         assert answer.status_code == row.inference
         assert answer.headers["content-type"] == "application/json" and list(answer.json()) == ["error"]
     for answer in (*natively, *by_protocol):
-        assert answer.headers.get("retry-after") == {Overloaded: "3", Unavailable: "1", Draining: "1"}.get(type(error))
+        assert answer.headers.get("retry-after") == {
+            Overloaded: "3",
+            Unavailable: "1",
+            Draining: "1",
+            QueueTimeout: "1",
+        }.get(type(error))
         assert row is not INTERNAL or "a mistake of ours" not in answer.text
     for sent in (message, rpc.request_of(TENSORS, model="attention", outputs=["weights"])):
         refused = rpc.refused(caller.start("ModelInfer", sent))

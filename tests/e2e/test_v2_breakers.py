@@ -183,3 +183,38 @@ def test_inputs_in_shared_memory_are_compared_before_they_are_read() -> None:
             assert server.resident_bytes() - before < 200 * 2**20
         finally:
             place.unlink()
+
+
+def test_idle_streams_keep_neither_health_nor_others_out(server: RunningServer) -> None:
+    message = rpc.request_of(rpc.operands(1, 1, 2, 16))
+    with rpc.calls_by_rpc(server.grpc_port) as crowd, rpc.calls_by_rpc(server.grpc_port) as caller:
+        method = crowd.channel.stream_stream(f"/{rpc.SERVICE}/ModelStreamInfer")
+        silent = threading.Event()
+
+        def nothing() -> Iterator[bytes]:
+            silent.wait()
+            yield from ()
+
+        streams = [method(nothing()) for _ in range(420)]
+        # The last ones are refused once all places are taken.
+        with pytest.raises(grpc.RpcError) as refused:
+            for stream in reversed(streams):
+                next(stream)
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert caller.call("ServerReady", pb.ServerReadyRequest()).ready
+        assert len(caller.infer(message).outputs) == 1
+        silent.set()
+        for stream in streams:
+            stream.cancel()
+
+
+def test_a_length_may_have_blanks_around_it(server: RunningServer) -> None:
+    tensors = tensors_of(3, 4)
+    text = json_part(tensors)
+    with Caller(server.port) as caller:
+        for blank in (b" ", b"\t", b" \t "):
+            sent = request_of(tensors).replace(
+                b"Length: %d\r\nContent" % len(text), b"Length:%b%d%b\r\nContent" % (blank, len(text), blank)
+            )
+            caller.send(sent)
+            assert caller.reply().status == 200
