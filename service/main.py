@@ -41,7 +41,8 @@ from service.doors.http_protocol import HttpProtocol
 from service.doors.inference import Inference
 from service.doors.receive_buffers import LANDING_BYTES, ReceiveBuffer, ReceiveBuffers
 from service.doors.rest import Parts, RestLimits, build_app
-from service.doors.rpc import RpcDoor, RpcLimits, RpcServer
+from service.doors.rpc import RpcDoor, RpcLimits
+from service.doors.rpc_server import RpcServer
 from service.lifecycle import Lifecycle
 from service.pace import Pace
 from service.request_queue import RequestQueue
@@ -136,14 +137,14 @@ def rpc_address(host: str, port: int) -> str:
     return f"[{own_host}]:{port}" if ":" in own_host else f"{own_host}:{port}"
 
 
-def read_tls(settings: Settings) -> tuple[ssl.SSLContext, grpc.ServerCredentials] | None:
-    """What the HTTP door and the gRPC door greet their callers with; None where no certificate is set.
+def read_tls(settings: Settings) -> tuple[ssl.SSLContext | None, grpc.ServerCredentials | None]:
+    """What the HTTP door and the gRPC door greet their callers with; nothing where no certificate is set.
 
     Raises: StartError naming the file that is none.
     """
     certificate, key = settings.tls_certificate_file, settings.tls_key_file
     if certificate is None or key is None:
-        return None
+        return None, None
     client_ca = settings.tls_client_ca_file
     try:
         return (
@@ -362,11 +363,10 @@ def make_rpc_server(parts: Composition, settings: Settings) -> RpcServer:
     )
 
 
-def make_server(parts: Composition, settings: Settings) -> uvicorn.Server:
-    """uvicorn around the app; the caller hands it a listener, and says when to stop by ``should_exit``."""
+def make_server(parts: Composition, settings: Settings, context: ssl.SSLContext | None = None) -> uvicorn.Server:
+    """uvicorn around the app, under TLS with ``context``; the caller hands it a listener, and says when to stop by
+    ``should_exit``."""
     landing = ReceiveBuffer(LANDING_BYTES)
-    both = read_tls(settings)
-    context = None if both is None else both[0]
 
     def make_protocol(
         config: uvicorn.Config,
@@ -431,13 +431,12 @@ async def _serve(settings: Settings, device: torch.device, listener: socket.sock
         num_small_workers=max(1, cores - 1) if on_cpu else 1,
         has_large_worker=on_cpu,
     )
-    lifecycle, server = parts.lifecycle, make_server(parts, settings)
+    context, credentials = read_tls(settings)
+    lifecycle, server = parts.lifecycle, make_server(parts, settings, context)
     rpc = make_rpc_server(parts, settings)
     lifecycle.listen_for_signals()
     try:
-        secure = read_tls(settings)
-        address = rpc_address(settings.host, settings.grpc_port)
-        grpc_port = await rpc.start(address, None if secure is None else secure[1])
+        grpc_port = await rpc.start(rpc_address(settings.host, settings.grpc_port), credentials)
     except RuntimeError as error:
         raise StartError(f"cannot listen on {settings.host}:{settings.grpc_port}: {error}") from None
     # What is there now stays: a collection of garbage need not look at it, which would take a tenth of a second.

@@ -28,7 +28,7 @@ from service.lifecycle import Lifecycle
 from service.request_queue import Answer, Outcome
 from service.statistics import Statistics
 from service.telemetry import Metrics
-from service.wire import safetensors_format
+from service.wire import open_inference_json, safetensors_format
 from service.wire.plain_recipes import MAX_HEADER_BYTES, InferenceTemplate, PlainRecipe, PlainRecipes, split_id
 from service.wire.requests import ATTENTION, WEIGHTED_SUM, Call
 from service.wire.tensors import bytes_of, memory_of
@@ -42,7 +42,7 @@ _END_OF_HEAD = (
 
 
 _JSON_BYTES = b"inference-header-content-length: %d\r\n"
-INFERENCE_MEDIA_TYPE = b"application/octet-stream"
+INFERENCE_MEDIA_TYPE = open_inference_json.BINARY.encode()
 INFER_ROUTE = "/v2/models/{model}/infer"
 Known = tuple[PlainRecipe, bytes]
 """What is known of a request before it is read, and the id in it."""
@@ -102,6 +102,7 @@ class BinaryDoor:
         self._metrics = metrics
         self._recipes = recipes
         self._statistics = statistics
+        self._latest_key: tuple[bytes, bytes, tuple[bytes, bytes]] = b"", b"", (b"", b"")
         self._first_half_of_id = secrets.token_hex(8).encode()
         self._num_ids = 0
         routes = ("/v1/attention", INFER_ROUTE)
@@ -244,7 +245,7 @@ class BinaryDoor:
     def knows(self, head: Head, begun: memoryview) -> bool:
         """Whether a request of the Open Inference Protocol can be served here, by the JSON part with which its body
         has ``begun``."""
-        recipe = self._recipes.get(_key(head, bytes(begun[: head.json_bytes]))[1])
+        recipe = self._recipes.get(self._key(head, begun)[1])
         return recipe is not None and head.json_bytes + recipe.data_bytes == head.content_length
 
     def _recipe(self, head: Head, buffer: ReceiveBuffer, body_at: int) -> tuple[PlainRecipe, int, bytes] | None:
@@ -252,7 +253,7 @@ class BinaryDoor:
         view = buffer.view
         if head.json_bytes:
             data_at = body_at + head.json_bytes
-            id_text, key = _key(head, bytes(view[body_at:data_at]))
+            id_text, key = self._key(head, view[body_at:data_at])
         else:
             header_at = body_at + 8
             header_bytes = int.from_bytes(view[body_at:header_at], "little")
@@ -265,6 +266,17 @@ class BinaryDoor:
         if recipe is None or data_at % ALIGNMENT_BYTES or data_at + recipe.data_bytes != body_at + head.content_length:
             return None
         return recipe, data_at, id_text
+
+    def _key(self, head: Head, begun: memoryview) -> tuple[bytes, bytes]:
+        """The id in a JSON part, and what a recipe for the rest goes by: the model is in the target."""
+        json_part = bytes(begun[: head.json_bytes])
+        target, latest, found = self._latest_key
+        if json_part != latest or head.target != target:
+            # Each is asked for twice: whether it is known, and what is known of it.
+            id_text, rest = split_id(json_part)
+            found = id_text, head.target + rest
+            self._latest_key = head.target, json_part, found
+        return found
 
     def _read(self, head: Head, buffer: ReceiveBuffer, body_at: int) -> tuple[Prepared, float | None]:
         """A safetensors body with a header that is not known, and its deadline. Raises: Malformed, InvalidProblem."""
@@ -319,9 +331,3 @@ class BinaryDoor:
     def record(self, head: Head, exchange: Exchange) -> None:
         """Count and log a request that is over."""
         record(self._metrics, "POST", INFER_ROUTE if head.json_bytes else head.target.decode(), exchange)
-
-
-def _key(head: Head, json_part: bytes) -> tuple[bytes, bytes]:
-    """The id in a JSON part, and what a recipe for the rest goes by: the model is in the target."""
-    id_text, rest = split_id(json_part)
-    return id_text, head.target + rest

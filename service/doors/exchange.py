@@ -35,8 +35,10 @@ PEER_EXTENSION = "attn.peer"
 """The ASGI extension that says who is at the other end of the connection, whomever that one speaks for."""
 LINGER_S = 2.0
 LINGER_BYTES = 32 * 2**20
+"""So much of an unread body is read and dropped; where the fault is the client's, with the connection kept."""
 SMALL_REST_BYTES = 64 * 1024
-"""So much of an unread body is read and dropped with the connection kept; of a longer one the connection closes."""
+"""So much whosever fault it is: what a server without room refuses it would have to read first."""
+CLIENT_FAULTS = frozenset({400, 404, 405, 415, 422})
 
 
 class NotRead(Exception):
@@ -79,7 +81,8 @@ class Exchange:
 
     @property
     def must_close(self) -> bool:
-        return not self.body_is_read and self.unread_bytes > SMALL_REST_BYTES
+        limit = LINGER_BYTES if self.status in CLIENT_FAULTS else SMALL_REST_BYTES
+        return not self.body_is_read and self.unread_bytes > limit
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:

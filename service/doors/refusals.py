@@ -10,9 +10,9 @@ from service.doors import problem_details
 from service.doors.inference import error_text
 from service.errors import MediaTypeNotServed, Unauthenticated
 from service.failures import Failure
+from service.wire import json_format
 
 INFERENCE_PREFIX = "/v2"
-INFERENCE_MEDIA_TYPE = "application/json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,4 +44,4 @@ def refusal_of(error: BaseException, request_id: str, *, path: str) -> Refusal:
     _, text = error_text(error, request_id)
     # A text may hold what a client sent, half a surrogate pair too: written as escapes it can always be sent.
     body = json.dumps({"error": text}).encode()
-    return Refusal(failure, failure.inference, INFERENCE_MEDIA_TYPE, body, headers)
+    return Refusal(failure, failure.inference, json_format.MEDIA_TYPE, body, headers)

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
@@ -33,6 +33,7 @@ from service.doors.inference import Inference, InferenceAnswer, error_text
 from service.doors.peer import is_loopback_address
 from service.doors.receive_buffers import LANDING_BYTES, ReceiveBuffer, ReceiveBuffers
 from service.doors.rpc_neighbours import HEALTH, INFERENCE, REFLECTION, REFLECTION_ALPHA, Health, Reflection
+from service.doors.rpc_stream import STREAM, Stream
 from service.errors import (
     DeadlinePassed,
     ModelsStay,
@@ -60,8 +61,6 @@ from service.wire.open_inference_proto import (
     parse,
     read_message,
     read_request,
-    stream_answer,
-    stream_error,
     write_answer,
 )
 from service.wire.proto_recipes import ProtoRecipe, ProtoRecipes, Received
@@ -69,8 +68,6 @@ from service.wire.tensors import memory_of
 
 log = logging.getLogger("attn.door")
 
-WINDOW = 32
-"""So many requests of one stream are inside at a time; no more is read of it meanwhile."""
 MAX_DETAILS_BYTES = 6000
 """Of an error's text as it is sent: clients refuse headers of over 8 KiB."""
 ANSWER_OVERHEAD_BYTES = 16 * 1024
@@ -81,18 +78,13 @@ counted while it is sent."""
 SLICE_BYTES = 2**20
 UNWATCHED_CALLS = 128
 """With so many unary calls open, it is seen to that the message of one more comes."""
-KEEPALIVE_MS = 60_000
-MAX_PENDING_CALLS = 100_000
 MAX_SUCH_CALLS = 400
 """Of streams, and of calls of health."""
-MAX_LENGTH = 2**31 - 1
-ERROR_AT_ONCE = "triton_grpc_error"
-"""Metadata by which the first error of a stream ends it with a status."""
 
-_INFER, _STREAM = f"/{INFERENCE}/ModelInfer", f"/{INFERENCE}/ModelStreamInfer"
+_INFER = f"/{INFERENCE}/ModelInfer"
 _CHECK, _WATCH = f"/{HEALTH}/Check", f"/{HEALTH}/Watch"
 _REFLECT = (f"/{REFLECTION}/ServerReflectionInfo", f"/{REFLECTION_ALPHA}/ServerReflectionInfo")
-_WORK = frozenset({_INFER, _STREAM})
+_WORK = frozenset({_INFER, STREAM})
 _OPEN = frozenset({_CHECK, _WATCH, f"/{INFERENCE}/ServerLive", f"/{INFERENCE}/ServerReady"})
 """Health alone is told to everybody."""
 _STATUS: Mapping[str, grpc.StatusCode] = {code.name: code for code in grpc.StatusCode}
@@ -166,7 +158,7 @@ class RpcDoor(grpc.GenericRpcHandler):  # type: ignore[misc]
                 self._authentication.check(metadata.get("authorization"), metadata.get("x-api-key"))
             if method in _WORK:
                 self.inference.check_room()
-            if method in _OPEN or method == _STREAM:
+            if method in _OPEN or method == STREAM:
                 self._take_place(method in _OPEN)
         except Exception as error:
             # A handler of streams need not read what it refuses.
@@ -223,7 +215,7 @@ class RpcDoor(grpc.GenericRpcHandler):  # type: ignore[misc]
         inference = self.inference
         handlers = {
             _INFER: grpc.unary_unary_rpc_method_handler(self._infer),
-            _STREAM: grpc.stream_stream_rpc_method_handler(self._stream),
+            STREAM: grpc.stream_stream_rpc_method_handler(self._stream),
             _CHECK: self._unary(_CHECK, health_pb2.HealthCheckRequest, lambda message, _: self._health.check(message)),
             _WATCH: grpc.stream_stream_rpc_method_handler(self._watch_health),
         }
@@ -655,179 +647,6 @@ class Asked:
     remaining_s: float | None
     is_loopback: bool
     permit: BytePermit
-
-
-@dataclass(slots=True)
-class Item:
-    """A request of a stream and what comes of it; ``inside`` is held until that is sent."""
-
-    inside: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    pieces: list[Piece] | None = None
-    task: asyncio.Task[list[Piece]] | None = None
-
-
-class Stream:
-    """One stream: requests are computed side by side and answered in their order, ``WINDOW`` of them at a time."""
-
-    def __init__(self, door: RpcDoor, rpc_context: Any) -> None:
-        self._door = door
-        self._context = rpc_context
-        self._window = asyncio.Semaphore(WINDOW)
-        self._items: asyncio.Queue[Item | None] = asyncio.Queue()
-        self._reading: asyncio.Task[None] | None = None
-        self._is_ended = False
-        metadata = dict(rpc_context.invocation_metadata())
-        self._error_ends_it = metadata.get(ERROR_AT_ONCE) == "true"
-
-    async def serve(self) -> None:
-        self._reading = asyncio.create_task(self._read())
-        refusal: Refusal | None = None
-        item: Item | None = None
-        try:
-            while (item := await self._items.get()) is not None:
-                with item.inside:
-                    pieces = item.pieces if item.task is None else await item.task
-                    assert pieces is not None
-                    await self._write(b"".join(pieces))
-                self._window.release()
-            if self._is_ended:
-                refusal = self._refusal(Unavailable("the server stops"))
-        except Refusal as first:
-            refusal = first
-        finally:
-            await self._leave(item)
-        if refusal is not None:
-            await self._door.abort(refusal.failure, refusal.text, refusal.error, refusal.exchange, self._context)
-
-    async def _write(self, answer: bytes) -> None:
-        """Raises: Refusal where it is not read in time."""
-        try:
-            async with asyncio.timeout(self._door.limits.time_to_read_s(len(answer))):
-                await self._context.write(answer)
-        except TimeoutError:
-            raise self._refusal(DeadlinePassed("the answers of the stream are not read")) from None
-
-    def _refusal(self, error: Exception) -> Refusal:
-        exchange = self._door.exchange(self._context)
-        return Refusal(error, exchange, *self._door.refusal(error, exchange))
-
-    def end(self) -> None:
-        """Read no more; what has been read is answered."""
-        if self._reading is not None and not self._reading.done():
-            self._is_ended = True
-            self._reading.cancel()
-
-    async def _read(self) -> None:
-        try:
-            while True:
-                await self._window.acquire()
-                data = await self._context.read()
-                if data is grpc.aio.EOF:
-                    return
-                self._items.put_nowait(self._begin(data))
-        finally:
-            self._items.put_nowait(None)
-
-    def _begin(self, data: bytes) -> Item:
-        began = time.monotonic()
-        received = self._door.recipes.find(data)
-        pieces = self._door.answer_at_once(_STREAM, received, began, self._context)
-        if pieces is not None:
-            return Item(pieces=stream_answer(pieces))
-        item = Item()
-        item.task = asyncio.create_task(self._answer(received, began, item.inside))
-        return item
-
-    async def _answer(self, received: Received, began: float, inside: contextlib.ExitStack) -> list[Piece]:
-        """Raises: Refusal where the first error is to end the stream."""
-        door = self._door
-        exchange = door.exchange(self._context)
-        exchange.began = began
-        with door.recorded(_STREAM, exchange):
-            try:
-                with door.inference.lifecycle.work():
-                    permit = door.enter(inside, len(received.data))
-                    return stream_answer(await door.answer(received, exchange, self._context, permit))
-            except Exception as error:
-                failure, text = door.refusal(error, exchange)
-                if self._error_ends_it:
-                    raise Refusal(error, exchange, failure, text) from None
-                return [stream_error(text, id_of(received.data, received.frame))]
-
-    async def _leave(self, current: Item | None) -> None:
-        """Give up whatever is still inside."""
-        items = [current]
-        while not self._items.empty():
-            items.append(self._items.get_nowait())
-        left = [item for item in items if item is not None]
-        tasks = [task for task in (self._reading, *(item.task for item in left)) if task is not None]
-        for task in tasks:
-            task.cancel()
-        try:
-            await asyncio.gather(*tasks, return_exceptions=True)
-        finally:
-            # Whoever cancels the stream may do so a second time.
-            for item in left:
-                item.inside.close()
-
-
-class Refusal(Exception):
-    """A refusal that has been counted."""
-
-    def __init__(self, error: BaseException, exchange: Exchange, failure: Failure, text: str) -> None:
-        self.error = error
-        self.exchange = exchange
-        self.failure = failure
-        self.text = text
-        super().__init__(text)
-
-
-class RpcServer:
-    """A gRPC server around a door. Used from the loop in which it is made."""
-
-    def __init__(self, door: RpcDoor, *, max_message_bytes: int, max_answer_bytes: int, max_calls: int) -> None:
-        self.door = door
-        self._server = grpc.aio.server(
-            handlers=[door],
-            maximum_concurrent_rpcs=max_calls,
-            options=[
-                # Or calls of a burst would be dropped by chance, as if their callers had cancelled them.
-                ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
-                ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
-                # Or a port that another gRPC server holds would be shared with it, in silence.
-                ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", min(max_message_bytes, MAX_LENGTH)),
-                ("grpc.max_send_message_length", min(max_answer_bytes, MAX_LENGTH)),
-                ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-                ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
-                # Clients may ask as often as they like whether the server is there.
-                ("grpc.http2.max_ping_strikes", 0),
-                ("grpc.keepalive_permit_without_calls", 1),
-            ],
-        )
-
-    async def start(self, address: str, credentials: Any = None) -> int:
-        """Listen on ``address``, under TLS with ``credentials``; gives the port. Raises: RuntimeError."""
-        if credentials is None:
-            port = self._server.add_insecure_port(address)
-        else:
-            port = self._server.add_secure_port(address, credentials)
-        await self._server.start()
-        return int(port)
-
-    async def stop(self, grace_s: float) -> int:
-        """Take no more calls, finish those inside; gives how many were not, within ``grace_s``."""
-        self.door.end_streams()
-        stopping = asyncio.create_task(self._server.stop(grace_s + 1.0))
-        unsent = 0
-        try:
-            async with asyncio.timeout(grace_s):
-                await asyncio.shield(stopping)
-        except TimeoutError:
-            unsent = self.door.num_calls + self.door.num_streams
-            await self._server.stop(None)
-        await stopping
-        return unsent
 
 
 def is_loopback_peer(peer: str) -> bool:

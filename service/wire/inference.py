@@ -110,7 +110,7 @@ def check(
 
 
 def check_places(request: InferenceRequest, model: Model) -> None:
-    """Check what is said of inputs in shared memory, before any is read. Raises: InvalidProblem."""
+    """Check what is said of places in shared memory, before any is read. Raises: InvalidProblem."""
     faults: list[Fault] = []
     seen: set[str] = set()
     for given in request.inputs:
@@ -128,8 +128,23 @@ def check_places(request: InferenceRequest, model: Model) -> None:
         if given.content.byte_size != needed:
             expected = f"{needed} bytes for {tensor.datatype.name} {shape_text(given.shape)}"
             faults.append(Fault(f"{name}.data", expected, f"{given.content.byte_size} bytes"))
+    faults += _overlaps([output for output in request.outputs if output.place is not None])
     if faults:
         raise InvalidProblem(faults)
+
+
+def _overlaps(outputs: Sequence[RequestedOutput]) -> list[Fault]:
+    """A fault for each output whose place another one would be written over."""
+    faults = []
+    for index, output in enumerate(outputs[:MAX_FAULTS]):
+        for other in outputs[:index]:
+            assert output.place is not None and other.place is not None
+            begin = max(output.place.offset, other.place.offset)
+            end = min(output.place.offset + output.place.byte_size, other.place.offset + other.place.byte_size)
+            if output.place.region == other.place.region and begin < end:
+                expected = f"a place of its own in region {short_name(output.place.region)}"
+                faults.append(Fault(f"outputs.{short_name(output.name)}", expected, f"one that {other.name} has too"))
+    return faults
 
 
 def response_parameters(info: Mapping[str, Any], ignored: Sequence[str]) -> dict[str, ParameterValue]:

@@ -164,3 +164,15 @@ def test_a_region_that_its_owner_cut_short_is_refused_and_the_server_lives(clien
             file.truncate(total)
         client.call("unregister_system_shared_memory", name)
     assert client.call("is_server_ready")
+
+
+def test_two_outputs_into_one_place_are_refused(client: Client) -> None:
+    tensors = operands(1, 1, 4, 16)
+    with registered(client, tensors, 1024) as (name, _, room):
+        outputs = [client.module.InferRequestedOutput(output) for output in ("context", "weights")]
+        for offset, output in zip((room, room + 64), outputs, strict=True):
+            output.set_shared_memory(name, 256, offset)
+        with pytest.raises(InferenceServerException) as refused:
+            client.call("infer", "attention", inputs_in(client, name, tensors), outputs=outputs)
+        assert status_of(refused.value) == ("INVALID_ARGUMENT" if client.is_grpc else "400")
+        assert "weights" in refused.value.message() and "context" in refused.value.message()

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -1149,6 +1149,13 @@ def test_a_drain_finds_requests_in_every_phase_on_each_road() -> None:
         wait_until_ready(server.url)
         with ExitStack() as stack:
             started = {road: _in_every_phase(server, road, stack) for road in Road}
+            # Last, so that both are still being computed when the signal comes.
+            long = torch.zeros(1, 8, 4096, 64)
+            body = safetensors_body({"query": long, "key": long, "value": long}, {"path": "fused"})
+            for road, phases in started.items():
+                phases.computing.send(request(road, body))
+            while "attn_in_flight_requests 6.0" not in httpx.get(f"{server.url}/metrics").text:
+                assert server.process.poll() is None
             server.process.send_signal(signal.SIGTERM)
             while httpx.get(f"{server.url}/readyz").status_code == 200:
                 assert server.process.poll() is None
@@ -1178,7 +1185,17 @@ def test_a_drain_finds_requests_in_every_phase_on_each_road() -> None:
         server.end()
 
 
-def _in_every_phase(server: RunningServer, road: Road, stack: ExitStack) -> list[Caller]:
+class _Phases(NamedTuple):
+    """A connection for each; ``computing`` is yet to send its request."""
+
+    idle: Caller
+    in_head: Caller
+    in_body: Caller
+    computing: Caller
+    flushing: Caller
+
+
+def _in_every_phase(server: RunningServer, road: Road, stack: ExitStack) -> _Phases:
     idle, in_head, in_body, computing = [stack.enter_context(Caller(server.port)) for _ in range(4)]
     flushing = stack.enter_context(Caller(server.port))
     marked(idle, road)
@@ -1186,9 +1203,7 @@ def _in_every_phase(server: RunningServer, road: Road, stack: ExitStack) -> list
     in_body.send(request(road, PLAIN)[: -len(PLAIN) + 100])
     flushing.send(request(road, LONG_ANSWER))
     assert flushing.socket.recv(1, socket.MSG_PEEK) == b"H"
-    long = torch.zeros(1, 8, 2048, 64)
-    computing.send(request(road, safetensors_body({"query": long, "key": long, "value": long}, {"path": "fused"})))
-    return [idle, in_head, in_body, computing, flushing]
+    return _Phases(idle, in_head, in_body, computing, flushing)
 
 
 @BOTH

@@ -215,3 +215,13 @@ def test_a_length_may_have_blanks_around_it(server: RunningServer) -> None:
             )
             caller.send(sent)
             assert caller.reply().status == 200
+
+
+@pytest.mark.parametrize("path", ["/v2/models/nothing/infer", PATH])
+def test_a_refused_body_of_some_mebibytes_leaves_its_connection_open(server: RunningServer, path: str) -> None:
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Encoding: br\r\nContent-Length: {2**22}\r\n\r\n"
+    with Caller(server.port) as caller:
+        for _ in range(2):
+            caller.send(head.encode(), bytes(2**22))
+            reply = caller.reply()
+            assert reply.status in (404, 415) and not reply.closes

@@ -14,8 +14,8 @@ import uvloop
 from attn_core import AttentionError, AttentionResult, Engine
 from attn_core.errors import Checkpoint
 from attn_core.prepared import Prepared, Problem
-from service.doors.rpc import RpcServer
-from service.main import Composition, compose, listen, make_rpc_server, make_server
+from service.doors.rpc_server import RpcServer
+from service.main import Composition, compose, listen, make_rpc_server, make_server, read_tls
 from service.settings import read_settings
 
 WAIT_S = 30.0
@@ -113,7 +113,7 @@ def service_in_process(
             make_loop_engine=make_loop_engine,
             measure=None,
         )
-        server = make_server(parts, resolved)
+        server = make_server(parts, resolved, read_tls(resolved)[0])
         if start_engine:
             parts.batcher.start()
         serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import queue
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import grpc
 import pytest
 import torch
-from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from attn_core import Engine
 from service.doors import rpc
-from service.doors.rpc import MAX_DETAILS_BYTES, WINDOW, details_of, is_loopback_peer
-from service.doors.rpc_neighbours import MAX_WATCHERS, SERVICES
+from service.doors.rpc import MAX_DETAILS_BYTES, details_of, is_loopback_peer
 from service.wire import open_inference_pb2 as pb
-from tests.support.in_process import GatedEngine, InProcess, service_in_process
+from tests.support.in_process import GatedEngine, InProcess
 from tests.support.rpc import (
     SERVICE,
     WAIT_S,
@@ -32,63 +26,23 @@ from tests.support.rpc import (
     refused,
     request_of,
 )
+from tests.support.rpc_service import (
+    LARGE,
+    SMALL_WINDOW,
+    drain,
+    figure,
+    is_empty,
+    reflect,
+    running,
+    until,
+    watch,
+)
 
 Code = grpc.StatusCode
 UNARY = [method.name for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods]
 UNARY.remove("ModelStreamInfer")
 NOT_SERVED = [name for name in UNARY if name.startswith("Cuda")] + ["TraceSetting", "LogSettings"]
 REFLECT = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
-LARGE = request_of(operands(1, 4, 256, 64))
-"""Too long for the event loop to compute it."""
-
-
-@contextmanager
-def running(engine: Engine | None = None, **settings: Any) -> Iterator[tuple[InProcess, Caller]]:
-    """A ready service and a connection to it."""
-    engine = engine or Engine(device="cpu", max_threads=1)
-    with (
-        service_in_process(engine, with_grpc=True, **settings) as service,
-        calls_by_rpc(service.grpc_port) as caller,
-    ):
-        until(lambda: service.parts.lifecycle.is_ready)
-        yield service, caller
-
-
-@pytest.fixture(scope="module")
-def plain() -> Iterator[tuple[InProcess, Caller]]:
-    """A service that computes at once what it may, for tests that leave it as they find it."""
-    with running(loop_engine=Engine(device="cpu", max_threads=1)) as both:
-        yield both
-
-
-@pytest.fixture
-def caller(plain: tuple[InProcess, Caller]) -> Caller:
-    return plain[1]
-
-
-def until(holds: Callable[[], object]) -> None:
-    """Go on once it holds; the test's own limit ends what never does."""
-    turn = threading.Event()
-    while not holds():
-        turn.wait(0.001)
-
-
-def is_empty(service: InProcess) -> bool:
-    """Whether nothing is counted as inside."""
-
-    def look() -> bool:
-        parts = service.parts
-        parts.admission.check_integrity()
-        return not (parts.admission.requests_inside or parts.lifecycle.inside or parts.rpc.num_calls)
-
-    return bool(service.call(look))
-
-
-def figure(service: InProcess, series: str) -> float:
-    for line in service.call(service.parts.metrics.text).decode().splitlines():
-        if line.startswith(series + " "):
-            return float(line.rsplit(" ", 1)[1])
-    return 0.0
 
 
 # Answers
@@ -286,9 +240,6 @@ def test_a_message_over_the_limit_is_refused() -> None:
         assert refused(caller.start("ModelInfer", b"\x0a" + b"x" * 100_001)).code() is Code.RESOURCE_EXHAUSTED
 
 
-KEYS: dict[str, Any] = {"api_keys": "first-key,second-key", "max_body_bytes": 1024}
-
-
 @pytest.mark.parametrize("metadata", [[], [("x-api-key", "third-key")], [("authorization", "Basic first-key")]])
 @pytest.mark.parametrize(
     "name", [*UNARY, "ModelStreamInfer", "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"]
@@ -301,12 +252,6 @@ def test_without_a_key_nothing_is_read(keyed: Caller, name: str, metadata: list[
     error = refused(keyed.start(name, b"\x0a" * 100_000, metadata=metadata))
     assert error.code() is Code.UNAUTHENTICATED
     assert "-key" not in error.details().replace("x-api-key", "")
-
-
-@pytest.fixture(scope="module")
-def keyed() -> Iterator[Caller]:
-    with running(**KEYS) as (_, caller):
-        yield caller
 
 
 @pytest.mark.parametrize("metadata", [("x-api-key", "first-key"), ("authorization", "Bearer second-key")])
@@ -432,9 +377,6 @@ def test_with_many_calls_open_a_message_that_does_not_come_is_not_waited_for(
             silence.put(b"")
 
 
-SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 65536), ("grpc.http2.bdp_probe", 0))
-
-
 @pytest.mark.parametrize("at_once", [False, True])
 def test_an_answer_that_is_not_read_keeps_nobody_out_for_ever(at_once: bool) -> None:
     loop_engine = Engine(device="cpu", max_threads=1) if at_once else None
@@ -456,16 +398,6 @@ def test_an_answer_that_is_not_read_keeps_nobody_out_for_ever(at_once: bool) -> 
 
 
 # Draining
-
-
-def drain(service: InProcess, timeout_s: float) -> Any:
-    """Begin to drain; gives what tells how many were given up."""
-    pool = ThreadPoolExecutor(1)
-    lifecycle = service.parts.lifecycle
-    future = pool.submit(service.run, lambda: lifecycle.drain(notice_s=0.0, timeout_s=timeout_s))
-    pool.shutdown(wait=False)
-    until(lambda: not lifecycle.is_ready)
-    return future
 
 
 def test_a_drain_finishes_what_is_inside_and_refuses_the_rest() -> None:
@@ -518,205 +450,3 @@ def test_the_end_of_the_server_ends_streams_and_watchers() -> None:
             assert ended.value.code() is Code.UNAVAILABLE
         with pytest.raises(grpc.RpcError):
             next(reflecting)
-
-
-# Streams
-
-
-def test_a_stream_computes_side_by_side_and_answers_in_order() -> None:
-    engine = GatedEngine()
-    loop_engine = Engine(device="cpu", max_threads=1)
-    with running(engine, loop_engine=loop_engine) as (service, caller), caller.stream() as stream:
-        slow = request_of(operands(1, 4, 1024, 64), id="slow")
-        stream.send(slow)
-        engine.wait_until_entered()
-        stream.send(*(request_of(operands(), id=str(number)) for number in range(5)))
-        # The small ones are done while the first one is computed.
-        until(lambda: service.call(lambda: service.parts.inference.statistics.of("sdpa").success.count) == 5)
-        engine.open()
-        answers = stream.answers(6)
-        assert [answer.infer_response.id for answer in answers] == ["slow", "0", "1", "2", "3", "4"]
-        for answer in answers:
-            assert parameters_of(answer.infer_response)["triton_final_response"] is True
-        stream.close()
-        assert stream.rest() == []
-        until(lambda: is_empty(service))
-
-
-def test_no_more_of_a_stream_is_inside_than_its_window() -> None:
-    engine = GatedEngine()
-    with running(engine) as (service, caller), caller.stream() as stream:
-        admission, most = service.parts.admission, 0
-        enter = admission.enter
-
-        def enter_and_count() -> Any:
-            nonlocal most
-            permit = enter()
-            most = max(most, admission.requests_inside)
-            return permit
-
-        admission.enter = enter_and_count  # type: ignore[method-assign]
-        count = 2 * WINDOW + 3
-        stream.send(*(request_of(operands(), id=str(number)) for number in range(count)))
-        stream.close()
-        until(lambda: admission.requests_inside == WINDOW)
-        engine.open()
-        assert [answer.infer_response.id for answer in stream.rest()] == [str(number) for number in range(count)]
-        assert most == WINDOW
-        until(lambda: is_empty(service))
-
-
-def test_an_error_answers_its_own_request_and_the_stream_lives_on(caller: Caller) -> None:
-    with caller.stream() as stream:
-        stream.send(
-            request_of(operands(), id="0"),
-            request_of(operands(), id="1", model="none"),
-            b"\xff",
-            request_of(operands(names=("query",)), id="3"),
-            request_of(operands(), id="4"),
-        )
-        stream.close()
-        answers = stream.rest()
-    assert [answer.infer_response.id for answer in answers] == ["0", "1", "", "3", "4"]
-    assert [answer.error_message == "" for answer in answers] == [True, False, False, False, True]
-    for answer in answers[1:4]:
-        assert answer.infer_response == pb.ModelInferResponse(id=answer.infer_response.id)
-    assert stream.call.code() is Code.OK
-
-
-def test_the_first_error_ends_a_stream_that_asks_for_it() -> None:
-    engine = GatedEngine()
-    with running(engine) as (service, caller), caller.stream(metadata=[("triton_grpc_error", "true")]) as stream:
-        engine.let_through()
-        stream.send(request_of(operands(), id="0"), request_of(operands(), model="none"), LARGE)
-        assert stream.answers(1)[0].infer_response.id == "0"
-        with pytest.raises(grpc.RpcError) as ended:
-            stream.answers(1)
-        assert ended.value.code() is Code.NOT_FOUND and "none" in ended.value.details()
-        until(lambda: is_empty(service))
-
-
-def test_an_empty_stream_ends_at_once(caller: Caller) -> None:
-    with caller.stream() as stream:
-        stream.close()
-        assert stream.rest() == []
-        assert stream.call.code() is Code.OK
-
-
-def test_a_stream_whose_answers_are_not_read_keeps_nobody_out_for_ever() -> None:
-    with (
-        running(max_requests_inside=1, write_timeout_s=0.02) as (service, caller),
-        calls_by_rpc(service.grpc_port, *SMALL_WINDOW) as reader,
-        reader.stream() as stream,
-    ):
-        stream.send(request_of(operands(1, 1, 16, 16384)))
-        statistics = service.parts.inference.statistics.of("sdpa").success
-        until(lambda: service.call(lambda: statistics.count == 1 and not service.parts.admission.requests_inside))
-        assert caller.infer(request_of(operands())).model_name == "sdpa"
-
-
-def test_a_stream_that_is_cancelled_leaves_nothing_behind() -> None:
-    engine = GatedEngine()
-    with running(engine) as (service, caller):
-        with caller.stream() as stream:
-            stream.send(*(request_of(operands(1, 4, 256, 64)) for _ in range(5)))
-            until(lambda: service.call(lambda: service.parts.admission.requests_inside) == 5)
-        until(lambda: is_empty(service) and service.call(lambda: service.parts.rpc.num_streams) == 0)
-        engine.open()
-        assert caller.infer(LARGE).model_name == "sdpa"
-
-
-# Neighbours
-
-
-def check_health(caller: Caller, service: str) -> Any:
-    return caller.start(
-        "/grpc.health.v1.Health/Check", health_pb2.HealthCheckRequest(service=service).SerializeToString()
-    )
-
-
-def watch(caller: Caller, service: str) -> Any:
-    method = caller.channel.unary_stream(
-        "/grpc.health.v1.Health/Watch",
-        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-        response_deserializer=health_pb2.HealthCheckResponse.FromString,
-    )
-    return method(health_pb2.HealthCheckRequest(service=service), timeout=WAIT_S)
-
-
-def reflect(caller: Caller, version: str, *questions: reflection_pb2.ServerReflectionRequest, ends: bool = True) -> Any:
-    method = caller.channel.stream_stream(
-        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
-        request_serializer=lambda sent: sent if isinstance(sent, bytes) else sent.SerializeToString(),
-        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
-    )
-    waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    for question in questions:
-        waiting.put(question)
-    if ends:
-        waiting.put(None)
-    return method(iter(waiting.get, None), timeout=WAIT_S)
-
-
-@pytest.mark.parametrize("name", ["", SERVICE])
-def test_health_follows_the_service_for_everyone_who_watches(name: str) -> None:
-    engine = GatedEngine()
-    with (
-        service_in_process(engine, start_engine=False, with_grpc=True) as service,
-        calls_by_rpc(service.grpc_port) as caller,
-    ):
-        watching = [watch(caller, name) for _ in range(3)]
-        statuses = [[next(call).status] for call in watching]
-        assert health_pb2.HealthCheckResponse.FromString(check_health(caller, name).result()).status == 2
-        # One that leaves is missed by nobody.
-        watching.pop().cancel()
-        statuses.pop()
-        service.call(service.parts.lifecycle.mark_ready)
-        for call, seen in zip(watching, statuses, strict=True):
-            seen.append(next(call).status)
-        assert health_pb2.HealthCheckResponse.FromString(check_health(caller, name).result()).status == 1
-        assert drain(service, 1.0).result(WAIT_S) == 0
-        for call, seen in zip(watching, statuses, strict=True):
-            seen.append(next(call).status)
-        assert statuses == [[2, 1, 2]] * 2
-
-
-def test_the_health_of_strangers_is_not_known(caller: Caller) -> None:
-    assert refused(check_health(caller, "other")).code() is Code.NOT_FOUND
-    watching = watch(caller, "other")
-    assert next(watching).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-    watching.cancel()
-
-
-def test_health_needs_no_key(keyed: Caller) -> None:
-    assert check_health(keyed, "").result() == b"\x08\x01"
-    watching = watch(keyed, SERVICE)
-    assert next(watching).status == 1
-    watching.cancel()
-
-
-def test_watchers_are_bounded() -> None:
-    with running() as (_, caller):
-        watching = [watch(caller, "") for _ in range(MAX_WATCHERS)]
-        for call in watching:
-            next(call)
-        with pytest.raises(grpc.RpcError) as refusal:
-            next(watch(caller, ""))
-        assert refusal.value.code() is Code.UNAVAILABLE
-        for call in watching:
-            call.cancel()
-
-
-@pytest.mark.parametrize("version", ["v1", "v1alpha"])
-def test_reflection_knows_every_service_and_its_messages(caller: Caller, version: str) -> None:
-    questions = [reflection_pb2.ServerReflectionRequest(list_services="")]
-    questions += [reflection_pb2.ServerReflectionRequest(file_containing_symbol=name) for name in SERVICES]
-    listed, *files = list(reflect(caller, version, *questions))
-    assert {service.name for service in listed.list_services_response.service} == set(SERVICES)
-    for name, file in zip(SERVICES, files, strict=True):
-        assert name.rpartition(".")[2].encode() in b"".join(file.file_descriptor_response.file_descriptor_proto)
-
-
-def test_reflection_answers_nonsense_by_an_error(caller: Caller) -> None:
-    (answer,) = reflect(caller, "v1", b"\xff")
-    assert answer.error_response.error_code == Code.INVALID_ARGUMENT.value[0]
