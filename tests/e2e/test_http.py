@@ -290,11 +290,21 @@ def test_expect_100_continue_is_answered(server: RunningServer) -> None:
 
 
 def test_an_early_refusal_of_a_long_body_arrives(server: RunningServer) -> None:
-    """The whole body is on its way when the refusal comes; the client still reads it."""
+    """The whole body is on its way when the refusal comes; the client still reads it, and goes on."""
     long = bytes(2 * 2**20)
-    answer = httpx.post(f"{server.url}/v1/attention", content=long, headers={"content-type": "text/plain"})
-    assert answer.status_code == 415
-    assert answer.headers["connection"] == "close"
+    with httpx.Client(base_url=server.url) as client:
+        for _ in range(2):
+            answer = client.post("/v1/attention", content=long, headers={"content-type": "text/plain"})
+            assert answer.status_code == 415
+            assert "connection" not in answer.headers
+
+
+def test_so_long_a_body_that_nobody_drops_it_ends_its_connection(server: RunningServer) -> None:
+    head = f"POST /v1/attention HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\nContent-Length: {2**26}\r\n\r\n"
+    with Caller(server.port) as caller:
+        caller.send(head.encode(), bytes(2**16))
+        reply = caller.reply()
+        assert reply.status == 415 and reply.closes
 
 
 def test_metrics_count_what_happened(client: httpx.Client) -> None:
