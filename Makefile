@@ -15,7 +15,7 @@ serve: $(VENV)/.installed ## install into .venv and start the service on http://
 	$(BIN)/attn serve --host $(HOST) --port $(PORT)
 
 test: $(VENV)/.installed-dev ## install what tests need and run them
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.installed-dev ## lint, format, strict types, arrows of the house, manifests
 	$(BIN)/ruff check .

@@ -354,7 +354,7 @@ def test_with_many_calls_open_a_message_that_does_not_come_is_not_waited_for(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rpc, "UNWATCHED_CALLS", 1)
-    with running(request_timeout_s=0.3) as (service, caller):
+    with running(request_timeout_s=1.0) as (service, caller):
         silence: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
         def begin() -> Any:
