@@ -474,7 +474,7 @@ class RpcDoor(grpc.GenericRpcHandler):  # type: ignore[misc]
         asked = Asked(exchange.began, rpc_context.time_remaining(), is_loopback_peer(rpc_context.peer()), permit)
         if frame is not None and recipe is not None:
             answer = await self._infer_known(data, frame, recipe, asked, exchange)
-            behind: list[Piece] = []
+            behind: list[Piece] = [*recipe.template.behind]
         else:
             answer, behind = await self._infer_any(data, frame, asked, exchange)
         exchange.stages |= {"queue": answer.answer.queue_s, "compute": answer.answer.compute_s}
@@ -535,9 +535,9 @@ class RpcDoor(grpc.GenericRpcHandler):  # type: ignore[misc]
 
             def more_bytes(checked: CheckedInference, prepared: Prepared) -> int:
                 self._check_answer(checked, prepared)
-                is_plain = all(output.place is None for output in checked.outputs) and not asks_final
+                is_plain = all(output.place is None for output in checked.outputs)
                 if frame is not None and sizes is not None and len(sizes) == len(request.inputs) and is_plain:
-                    self.recipes.remember(frame, sizes, checked, prepared)
+                    self.recipes.remember(frame, sizes, checked, prepared, asks_final=asks_final)
                 return 0
 
             with self._counted(model, asked):

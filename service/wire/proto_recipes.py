@@ -16,7 +16,7 @@ from attn_core.prepared import PlainForm, Prepared
 from service.wire import open_inference_pb2 as pb
 from service.wire.inference import CheckedInference, response_parameters
 from service.wire.inference_models import DATATYPE_OF, VERSION
-from service.wire.open_inference_proto import Frame, raw_output_head, split, write_parameters
+from service.wire.open_inference_proto import FINAL_PIECE, Frame, raw_output_head, split, write_parameters
 from service.wire.plain_recipes import COMPUTE_MS, QUEUE_MS, PlainRecipe, info_of_template, plain_recipe
 
 MAX_RECIPES = 1024
@@ -32,6 +32,8 @@ class ProtoTemplate:
     model_name: str
     ignored: tuple[str, ...]
     parts: tuple[bytes, bytes, bytes]
+    behind: list[bytes]
+    """What stands behind an answer that is written anew; it is in the last of the ``parts``."""
     are_times_swapped: bool
 
     def beginning(self, *, queue_s: float, compute_s: float, id_text: bytes) -> bytes:
@@ -116,9 +118,17 @@ class ProtoRecipes:
             return None
         return recipe
 
-    def remember(self, frame: Frame, sizes: Mapping[str, int], checked: CheckedInference, prepared: Prepared) -> None:
+    def remember(
+        self,
+        frame: Frame,
+        sizes: Mapping[str, int],
+        checked: CheckedInference,
+        prepared: Prepared,
+        *,
+        asks_final: bool = False,
+    ) -> None:
         """Keep what was found out about a head, if its requests are plain ones. ``sizes`` has the bytes of each input,
-        all of them raw."""
+        all of them raw; ``asks_final``: each answer is to say that it is the last one."""
         form = prepared.plain
         if (
             form is None
@@ -133,7 +143,7 @@ class ProtoRecipes:
             if end % ALIGNMENT_BYTES:
                 gaps.append((end, end - end % -ALIGNMENT_BYTES))
                 end = gaps[-1][1]
-        template = self._template(form, checked)
+        template = self._template(form, checked, behind=[FINAL_PIECE] if asks_final else [])
         plain = plain_recipe(prepared, begins=begins, data_bytes=end, timeout_s=None, answer=template)
         if plain is None:
             return
@@ -148,7 +158,7 @@ class ProtoRecipes:
             data_head=raw_output_head(plain.context_bytes),
         )
 
-    def _template(self, form: PlainForm, checked: CheckedInference) -> ProtoTemplate:
+    def _template(self, form: PlainForm, checked: CheckedInference, *, behind: list[bytes]) -> ProtoTemplate:
         info = info_of_template(form, device=self._device)
         message = pb.ModelInferResponse(model_name=checked.model.name, model_version=VERSION)
         write_parameters(message.parameters, response_parameters(info, checked.ignored))
@@ -157,8 +167,9 @@ class ProtoRecipes:
         text = message.SerializeToString()
         queue_at, compute_at = text.index(_DOUBLE.pack(QUEUE_MS)), text.index(_DOUBLE.pack(COMPUTE_MS))
         first, second = sorted((queue_at, compute_at))
-        parts = text[:first], text[first + _DOUBLE.size : second], text[second + _DOUBLE.size :]
-        return ProtoTemplate(checked.model.name, checked.ignored, parts, are_times_swapped=compute_at < queue_at)
+        end = b"".join([text[second + _DOUBLE.size :], *behind])
+        parts = text[:first], text[first + _DOUBLE.size : second], end
+        return ProtoTemplate(checked.model.name, checked.ignored, parts, behind, compute_at < queue_at)
 
 
 def _is_plain_id(id_field: bytes) -> bool:
