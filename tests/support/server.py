@@ -54,7 +54,8 @@ class RunningServer:
 def server_environment(**settings: str) -> dict[str, str]:
     """The environment without any setting of whoever runs the tests, and with these."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("ATTN_")}
-    return clean | {"ATTN_DRAIN_NOTICE_S": "0.05"} | settings
+    # How long a problem takes is estimated from a machine that other tests keep busy.
+    return clean | {"ATTN_DRAIN_NOTICE_S": "0.05", "ATTN_MAX_WAIT_S": "600"} | settings
 
 
 def spawn(**settings: str) -> RunningServer:
