@@ -21,6 +21,11 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Bytes are named by their argument and place: gzip writes the time into them, and workers must agree on names."""
+    return argname if isinstance(val, bytes) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What needs a GPU is skipped where there is none."""
     if not torch.cuda.is_available():
