@@ -13,15 +13,28 @@ from attn_core.canonical import CanonicalProblem, canonicalize, to_callers_form
 from attn_core.cost import Cost
 from attn_core.cut import even_runs
 from attn_core.errors import AttentionError, Checkpoint, Fault, InvalidProblem, never_abandoned
+from attn_core.gradients import run_gradients
 from attn_core.hazards import Hazards, find_hazards, touched_rows
 from attn_core.kernels import fused, isolated, logsumexp_by_operator, manual
 from attn_core.kernels.output import KernelOutput, without_pairs
+from attn_core.layer import run_layer, run_layer_gradients
 from attn_core.maths.context import weighted_context
 from attn_core.numerics import compute_dtype, largest
 from attn_core.placement import bring_back, place
-from attn_core.prepared import PlainForm, Prepared, Problem, prepare
-from attn_core.problem import AttentionProblem, AttentionResult, Dims, WeightedSumProblem
+from attn_core.prepared import PlainForm, Prepared, prepare
+from attn_core.problem import (
+    AttentionOptions,
+    AttentionProblem,
+    AttentionResult,
+    Dims,
+    GradientsProblem,
+    LayerGradientsProblem,
+    LayerProblem,
+    Problem,
+    WeightedSumProblem,
+)
 from attn_core.validate import check_problem, check_values
+from attn_core.verification import verify
 
 THREADS_FROM_FLOPS = 500_000_000
 """From this size on a problem is worth a team of threads; below it the team costs more than it brings."""
@@ -98,10 +111,43 @@ class Engine:
         if isinstance(prepared, AttentionError):
             raise prepared
         checkpoint()
-        if isinstance(prepared.problem, WeightedSumProblem):
-            return self._weighted_sum(prepared.problem, prepared.cost, checkpoint)
-        plain = self._plain(prepared.problem, prepared) if prepared.plain is not None else None
-        return plain or self._attention(prepared.problem, prepared, checkpoint, shared)
+        problem = prepared.problem
+        result = self._computed(problem, prepared, checkpoint, shared)
+        if not isinstance(problem, WeightedSumProblem) and _asks_verification(problem):
+            result = replace(result, verification=verify(problem, result, checkpoint))
+        return result
+
+    def _computed(
+        self, problem: Problem, prepared: Prepared, checkpoint: Checkpoint, shared: KernelOutput | None
+    ) -> AttentionResult:
+        match problem:
+            case AttentionProblem():
+                plain = self._plain(problem, prepared) if prepared.plain is not None else None
+                return plain or self._attention(problem, prepared, checkpoint, shared)
+            case WeightedSumProblem():
+                return self._weighted_sum(problem, prepared.cost, checkpoint)
+        self._use_threads(prepared.cost.flops)
+
+        def attend(inside: AttentionProblem) -> AttentionResult:
+            return self._attention(inside, self.prepare(inside), checkpoint, None)
+
+        def differentiate(inside: GradientsProblem) -> AttentionResult:
+            return run_gradients(inside, self.prepare(inside), device=self.device, checkpoint=checkpoint)
+
+        match problem:
+            case GradientsProblem():
+                return run_gradients(problem, prepared, device=self.device, checkpoint=checkpoint)
+            case LayerProblem():
+                return run_layer(problem, prepared, device=self.device, attend=attend, checkpoint=checkpoint)
+            case LayerGradientsProblem():
+                return run_layer_gradients(
+                    problem,
+                    prepared,
+                    device=self.device,
+                    attend=attend,
+                    differentiate=differentiate,
+                    checkpoint=checkpoint,
+                )
 
     def prepare(self, problem: Problem) -> Prepared:
         """Kernel and cost of a checked problem on this device. Raises: InvalidProblem."""
@@ -283,6 +329,11 @@ class Engine:
         if threads != self._threads:
             torch.set_num_threads(threads)
             self._threads = threads
+
+
+def _asks_verification(problem: AttentionProblem | GradientsProblem | LayerProblem | LayerGradientsProblem) -> bool:
+    options = problem.options
+    return options.verify if isinstance(options, AttentionOptions) else options.attention.verify
 
 
 def _weighted_context_in_blocks(weights: Tensor, value: Tensor, checkpoint: Checkpoint) -> Tensor:

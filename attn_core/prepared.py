@@ -15,9 +15,14 @@ from attn_core.cost import Cost, attention_cost, weighted_sum_cost
 from attn_core.kernels import choose_path, fused
 from attn_core.numerics import safe_operand, safe_square_sum, safe_value
 from attn_core.placement import ALIGNMENT_BYTES
-from attn_core.problem import AttentionProblem, WeightedSumProblem
-
-Problem = AttentionProblem | WeightedSumProblem
+from attn_core.problem import (
+    AttentionProblem,
+    GradientsProblem,
+    LayerGradientsProblem,
+    LayerProblem,
+    Problem,
+    WeightedSumProblem,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,11 +82,23 @@ def prepare(problem: Problem, *, device_type: str) -> Prepared:
     """Decide what metadata decides. Raises: InvalidProblem when the asked path cannot serve the problem."""
     if isinstance(problem, WeightedSumProblem):
         return Prepared(problem, "manual", "weights given", weighted_sum_cost(problem))
+    if isinstance(problem, GradientsProblem):
+        return _prepare_gradients(problem, device_type)
+    if isinstance(problem, LayerProblem | LayerGradientsProblem):
+        return _prepare_layer(problem, device_type)
     canonical = canonicalize(problem)
     path, why = choose_path(canonical, problem.options.path, device_type=device_type)
     cost = attention_cost(canonical, path, device_type=device_type)
     plain = _plain_form(problem, canonical, path, why, cost) if device_type == "cpu" else None
     return Prepared(problem, path, why, cost, canonical, plain)
+
+
+def _prepare_gradients(problem: GradientsProblem, device_type: str) -> Prepared:
+    raise NotImplementedError
+
+
+def _prepare_layer(problem: LayerProblem | LayerGradientsProblem, device_type: str) -> Prepared:
+    raise NotImplementedError
 
 
 def _plain_form(

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from attn_core.engine import Engine
 from attn_core.errors import Abandoned, AttentionError
-from attn_core.prepared import PlainForm, Prepared, Problem
-from attn_core.problem import AttentionResult
+from attn_core.prepared import PlainForm, Prepared
+from attn_core.problem import AttentionResult, Problem
 from service.admission import Admission
 from service.deadline import Clock, Deadline
 from service.errors import DeadlinePassed, QueueTimeout

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attn_core import AttentionProblem, Engine, WeightedSumProblem
-from attn_core.prepared import Problem, prepare
-from attn_core.problem import OUTPUTS
+from attn_core.prepared import prepare
+from attn_core.problem import OUTPUTS, Problem
 from tests.support.factory import features, make_problem, make_tensor, with_tensors
 from tests.support.memory import peak_bytes_of
 

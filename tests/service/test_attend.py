@@ -18,7 +18,8 @@ from torch import Tensor
 
 from attn_core import AttentionError, AttentionResult, Engine, InvalidProblem
 from attn_core.errors import Abandoned, Checkpoint, Fault, TooLarge
-from attn_core.prepared import PlainForm, Prepared, Problem, prepare
+from attn_core.prepared import PlainForm, Prepared, prepare
+from attn_core.problem import Problem
 from service.admission import UNASKED_BYTES, Admission
 from service.attend import AT_ONCE_S, BUSY_S, HELP_S, LONGEST_S, Attend, Waiting
 from service.deadline import Deadline

@@ -14,7 +14,8 @@ import torch
 
 from attn_core import AttentionError, AttentionResult, Engine
 from attn_core.errors import Abandoned, Checkpoint, Fault, InvalidProblem, TooLarge
-from attn_core.prepared import Prepared, Problem
+from attn_core.prepared import Prepared
+from attn_core.problem import Problem
 from service.batcher import Batcher
 from service.deadline import Deadline
 from service.deliveries import Deliveries

@@ -9,7 +9,8 @@ import pytest
 
 from attn_core import AttentionError, AttentionResult, Engine
 from attn_core.errors import Checkpoint
-from attn_core.prepared import Prepared, Problem
+from attn_core.prepared import Prepared
+from attn_core.problem import Problem
 from service.calibration import OUTPUTS, measure_rates
 from service.pace import Pace
 from tests.support.clock import FakeClock

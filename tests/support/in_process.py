@@ -13,7 +13,8 @@ import uvloop
 
 from attn_core import AttentionError, AttentionResult, Engine
 from attn_core.errors import Checkpoint
-from attn_core.prepared import Prepared, Problem
+from attn_core.prepared import Prepared
+from attn_core.problem import Problem
 from service.doors.rpc_server import RpcServer
 from service.main import Composition, compose, listen, make_rpc_server, make_server, read_tls
 from service.settings import read_settings

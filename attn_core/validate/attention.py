@@ -1,4 +1,4 @@
-"""Whether a problem can be computed: every fault at once.
+"""Whether an attention or a weighted sum can be computed: every fault at once.
 
 ``find_faults`` looks at shapes, dtypes and options alone, so it also serves a problem whose numbers are not
 there. ``find_value_faults`` reads the few small tensors whose numbers are part of the shape of the problem:
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attn_core.errors import MAX_FAULTS, Fault, InvalidProblem, names_text, shape_text
+from attn_core.errors import MAX_FAULTS, Fault, names_text, shape_text
 from attn_core.numerics import compute_dtype
 from attn_core.problem import (
     FLOAT_DTYPES,
@@ -27,41 +27,11 @@ from attn_core.problem import (
     AttentionProblem,
     Dims,
     TensorSpec,
-    WeightedSumProblem,
 )
 from attn_core.support import PATHS, path_expectation, why_not_by_options
 
 MAX_OFFSET = 2**53
 """Beyond it a position is no longer exact in float64, in which ALiBi distances are taken."""
-
-
-def check_problem(problem: AttentionProblem | WeightedSumProblem) -> None:
-    """Refuse what cannot be computed, from shape, dtype and device only.
-
-    Raises: InvalidProblem with every fault found.
-    """
-    tensors = problem.tensors()
-    specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
-    if isinstance(problem, WeightedSumProblem):
-        faults = find_weighted_sum_faults(specs)
-    else:
-        faults = find_faults(specs, problem.options)
-    device = next(iter(tensors.values())).device
-    for name in ("key", "value"):
-        tensor = tensors.get(name)
-        if tensor is not None and tensor.device != device:
-            faults.append(Fault(name, f"device {device}, as query has", str(tensor.device)))
-    if faults:
-        raise InvalidProblem(faults)
-
-
-def check_values(problem: AttentionProblem | WeightedSumProblem) -> None:
-    """Refuse lengths, offsets, slopes and sinks out of range. Raises: InvalidProblem."""
-    if isinstance(problem, AttentionProblem):
-        dims = dims_of(problem)
-        faults = find_value_faults(problem.tensors(), seq_len_q=dims.seq_len_q, seq_len_kv=dims.seq_len_kv)
-        if faults:
-            raise InvalidProblem(faults)
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:

@@ -1,0 +1,1 @@
+"""The blocked kernel: everything but whole matrices of pairs, none of which is ever held."""

@@ -1,0 +1,1 @@
+"""The backward pass of attention, each step a pure function of tensors."""
