@@ -35,6 +35,9 @@ proto: $(VENV)/.installed-dev ## write descriptor and stubs of the Open Inferenc
 
 bench: $(VENV)/.installed-dev ## measure the service against its limits, in one run
 	$(BIN)/python -m tests.benchmarks.serving
+	$(BIN)/python -m tests.benchmarks.weights
+	$(BIN)/python -m tests.benchmarks.long
+	$(BIN)/python -m tests.benchmarks.accuracy
 
 .PHONY: bench-peers
 bench-peers: $(VENV)/.installed-dev ## measure it beside other servers too; installs them outside the repository

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attn_core.errors import Checkpoint, never_abandoned
+from attn_core.errors import Checkpoint, Fault, InvalidProblem, never_abandoned
 from attn_core.maths.heads import merge_heads, split_heads
 from attn_core.maths.masks import allowed_pairs, key_positions, query_positions, rows_of
 from attn_core.maths.scores import alibi_distances
@@ -20,7 +20,7 @@ from attn_core.numerics import compute_dtype
 from attn_core.problem import AttentionOptions, AttentionProblem, Dims
 from attn_core.validate import dims_of
 
-_MASK_BLOCK_PAIRS = 2**22
+MASK_BLOCK_PAIRS = 2**22
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +83,12 @@ class CanonicalProblem:
             or self.query_lengths is not None
             or self.has_pair_masks
         )
+
+    @property
+    def masks_apart(self) -> tuple[bool, bool]:
+        """Whether what is forbidden differs between items, and between heads."""
+        masks = [mask for mask in (self.allow_mask, self.block_mask, self.bias) if mask is not None]
+        return self.is_ragged or any(mask.shape[0] > 1 for mask in masks), any(mask.shape[1] > 1 for mask in masks)
 
     @property
     def is_square_causal(self) -> bool:
@@ -189,7 +195,7 @@ class CanonicalProblem:
         rows = self.all_rows()
         if self.has_pair_masks and dims.seq_len_q and dims.seq_len_kv:
             parts = []
-            for block in self.row_blocks(_MASK_BLOCK_PAIRS):
+            for block in self.row_blocks(MASK_BLOCK_PAIRS):
                 checkpoint()
                 allowed = self.allowed(block)
                 assert allowed is not None
@@ -272,6 +278,15 @@ def canonicalize(problem: AttentionProblem) -> CanonicalProblem:
         select_rows=options.select_rows,
         top_k=options.top_k,
     )
+
+
+def refuse_empty_rows(problem: CanonicalProblem, checkpoint: Checkpoint) -> None:
+    """Raises: InvalidProblem, naming the first query that may attend no key."""
+    empty = problem.empty_rows(checkpoint)
+    if empty.any():
+        first = ",".join(str(index) for index in empty.nonzero()[0].tolist())
+        expected = "at least one key that every query may attend"
+        raise InvalidProblem([Fault("empty_rows", expected, f"none for query [{first}]")])
 
 
 def to_callers_form(name: str, tensor: Tensor, problem: AttentionProblem) -> Tensor:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 import torch
 
-from attn_core.canonical import CanonicalProblem
+from attn_core.canonical import MASK_BLOCK_PAIRS, CanonicalProblem
 from attn_core.cut import Cut
 from attn_core.hazards import COPIED_AT_ONCE, PAIRS_PER_BLOCK
-from attn_core.kernels import fused, isolated, manual
+from attn_core.kernels import backward, blocked, fused, isolated, manual, outputs_by_fused
 from attn_core.kernels.output import named_outputs, output_dtype, output_shape
+from attn_core.maths import gradients as backward_maths
+from attn_core.maths.context import PAIRS_AT_ONCE
 from attn_core.problem import WeightedSumProblem
 
-MANUAL_PASSES, MASK_PASSES = 8, 4
-OUTPUT_PASSES = {"top_weights": 60, "entropy": 12, "logsumexp": 2, "weight_totals": 2}
+MANUAL_PASSES, MASK_PASSES = 6, 4
+OUTPUT_PASSES = {"top_weights": 60, "entropy": 4, "logsumexp": 2, "weight_totals": 1}
+BLOCKED_OUTPUT_PASSES = OUTPUT_PASSES | {"top_weights": 8}
 """About how often each kind of work goes over the pairs, against one exponential of the fused kernel."""
 FIXED_BYTES = 2**20
 """What any call takes besides: the scratch of the kernel's threads, small tensors, rounding of the allocator."""
@@ -31,6 +35,8 @@ class Cost:
     output_bytes: int
     pair_passes: float = 0.0
     """Passes over the query-key pairs besides the products: what narrow heads are bound by."""
+    kernel: str | None = None
+    """Whose pace counts, where that is not the path's."""
 
 
 def attention_flops(problem: CanonicalProblem) -> int:
@@ -52,7 +58,7 @@ def attention_cost(problem: CanonicalProblem, path: str, *, device_type: str | N
         if "logsumexp" in sizes and problem.query.dtype != problem.compute_dtype:
             scratch = max(scratch, _manual_scratch(problem))
     else:
-        scratch = _manual_scratch(problem)
+        scratch = _blocked_scratch(problem, device_type) if path == "blocked" else _manual_scratch(problem)
         if not problem.query.is_contiguous():
             # The caller's layout is made in the end.
             scratch = max(scratch, sizes.get("context", 0))
@@ -69,7 +75,8 @@ def attention_cost(problem: CanonicalProblem, path: str, *, device_type: str | N
 def _pair_passes(problem: CanonicalProblem, path: str) -> float:
     """What is done for each pair besides the products, as so many exponentials of the fused kernel."""
     passes = MASK_PASSES * (not problem.forbids_nothing) + (path == "fused" or MANUAL_PASSES)
-    passes += sum(count for name, count in OUTPUT_PASSES.items() if name in problem.outputs)
+    of_outputs = BLOCKED_OUTPUT_PASSES if path == "blocked" else OUTPUT_PASSES
+    passes += sum(count for name, count in of_outputs.items() if name in problem.outputs)
     passes += MASK_PASSES * ((problem.softcap is not None) + (problem.alibi_slopes is not None))
     # Exponentials in float64 have no short form.
     passes *= 4 if problem.compute_dtype == torch.float64 else 1
@@ -128,8 +135,8 @@ def _fused_block(problem: CanonicalProblem, size: Cut, device_type: str, *, is_p
     dims, itemsize, wide = problem.dims, problem.query.dtype.itemsize, problem.compute_dtype.itemsize
     # One tile of queries against a run of keys.
     tile = min(size.rows, 256) * (min(dims.seq_len_kv, 512) * (wide + itemsize) + (2 + dims.head_dim_v) * wide)
-    if itemsize < 4:
-        # Where the processor multiplies half numbers by tiles, keys and values are laid out for it first.
+    if min(dims.seq_len_q, dims.seq_len_kv) >= fused.PACKED_FROM and fused.packs(problem.query.dtype):
+        # Keys and values are laid out for the processor's tiles first.
         tile += size.items * size.heads * (dims.seq_len_kv + 64) * (dims.head_dim + dims.head_dim_v + 2) * itemsize
     rows = size.items * size.heads * size.rows
     # Its answer before it is put in its place.
@@ -140,15 +147,18 @@ def _fused_block(problem: CanonicalProblem, size: Cut, device_type: str, *, is_p
         # The queries turned round, and the answer too; the distances along one row.
         turned = rows * (dims.head_dim + dims.head_dim_v) * itemsize + rows * wide
         return tile + answer + turned + (size.rows + dims.seq_len_kv) * (3 * torch.int64.itemsize + itemsize)
-    by_item, by_head = fused.masks_apart(problem)
+    by_item, by_head = problem.masks_apart
     pairs = (
         (size.items if by_item else 1)
         * (size.heads if by_head else 1)
         * (size.rows if _masks_by_row(problem) else 1)
         * dims.seq_len_kv
     )
-    # Two masks of booleans being combined, the mask as numbers, and SDPA's own float copy of it.
-    return tile + answer + pairs * (2 + itemsize + 4)
+    if problem.bias is not None or "logsumexp" in problem.outputs:
+        # The mask as booleans and their negation, and as numbers.
+        return tile + answer + pairs * (2 + itemsize)
+    # Two masks of booleans being combined, or one and SDPA's own copy of it in numbers.
+    return tile + answer + pairs * max(3, 1 + itemsize)
 
 
 def _masks_by_row(problem: CanonicalProblem) -> bool:
@@ -182,10 +192,11 @@ def _isolated_scratch(problem: CanonicalProblem, own: Cut, device_type: str) -> 
         piece += min(COPIED_AT_ONCE, bias.numel()) * (2 * wide + 4)
     call = Cut(min(own.items, size.items), min(own.heads, size.heads), own.rows)
     by_fused = copies + max(piece, _fused_block(problem, call, device_type, is_part=True))
-    rows = manual.cut(dims, dims.seq_len_q).rows
-    by_manual = _manual_block(problem, manual.cut_again(dims, Cut(size.items, size.heads, rows)))
-    # The rows of the block as they were, as they are, and both chosen from.
-    by_manual += size.items * size.heads * rows * 2 * (dims.head_dim_v * itemsize + 2 * wide)
+    axes = replace(dims, batch=size.items, num_heads=size.heads, num_kv_heads=kv_heads)
+    exact = isolated.exact_size(axes)
+    # The rows of the block as they are, and both chosen from.
+    rows = exact.items * exact.heads * exact.rows
+    by_manual = _manual_block(problem, exact) + rows * 2 * (dims.head_dim_v * itemsize + 2 * wide)
     answer = 0
     if not size.leaves_whole(dims):
         answer = size.items * size.heads * dims.seq_len_q * (dims.head_dim_v * itemsize + 2 * wide + 2)
@@ -202,28 +213,197 @@ def _manual_block(problem: CanonicalProblem, size: Cut) -> int:
     dims = problem.dims
     itemsize, wide = problem.query.dtype.itemsize, problem.compute_dtype.itemsize
     items, heads, rows = size.items, size.heads, size.rows
-    pairs = items * heads * rows * dims.seq_len_kv
+    num_rows = items * heads * rows
+    pairs = num_rows * dims.seq_len_kv
     half = problem.query.dtype != problem.compute_dtype
-    keys = items * -(-heads // dims.group_size) * dims.seq_len_kv
-    # Of a value that is not finite: its finite part, and whether and how each number is none.
-    scratch = keys * dims.head_dim_v * (2 * wide + 3)
+    kv_heads = items * -(-heads // dims.group_size)
+    values = min(kv_heads * dims.seq_len_kv, max(kv_heads, manual.KEY_NUMBERS // dims.head_dim_v)) * dims.head_dim_v
+    # Of values that are not finite: their finite part, and whether and how each number is none; of pairs beside them
+    # whether they count.
+    scratch = values * (2 * wide + 3)
+    scratch += min(pairs, max(PAIRS_AT_ONCE, items * heads * dims.seq_len_kv)) * (2 * wide + 2)
     if half or not problem.key.is_contiguous() or not problem.value.is_contiguous():
-        scratch += keys * (dims.head_dim + dims.head_dim_v) * wide
-    scratch += items * heads * rows * (2 * dims.head_dim + 2 * dims.head_dim_v) * wide
-    # Scores, logits before and after the mask, weights; two masks of booleans.
-    per_pair = 4 * wide + (0 if problem.forbids_nothing else 2)
-    if problem.softcap is not None:
-        per_pair += wide
+        width = max(dims.head_dim, dims.head_dim_v)
+        scratch += min(kv_heads * dims.seq_len_kv * width, max(kv_heads * width, manual.KEY_NUMBERS)) * wide
+    # Queries, and the context in both dtypes, its sum and marks.
+    scratch += num_rows * (dims.head_dim * (wide + itemsize) + dims.head_dim_v * (3 * wide + 3))
+    if not manual.computes_in_place(problem):
+        scratch += pairs * wide
+    if not problem.forbids_nothing:
+        # Booleans being combined, the mask as bits, and what stands for forbidden pairs.
+        by_item, by_head = problem.masks_apart
+        places = (items if by_item else 1) * (heads if by_head else 1)
+        scratch += places * rows * dims.seq_len_kv * (2 + 2 * wide)
+    beside = [0]
     if problem.alibi_slopes is not None:
-        per_pair += wide
         # Distances are whole numbers first, one for all heads.
         places = items if problem.is_ragged else 1
-        scratch += places * rows * dims.seq_len_kv * (2 * torch.int64.itemsize + wide)
+        beside.append(pairs * wide + places * rows * dims.seq_len_kv * (2 * torch.int64.itemsize + wide))
+    if (bias := problem.bias) is not None and bias.dtype != problem.compute_dtype:
+        beside.append(pairs * wide)
+    if "logsumexp" in problem.outputs or "entropy" in problem.outputs:
+        beside.append(2 * pairs * wide)
     if "top_weights" in problem.outputs:
         # The ranked copy; of the rows ranked at once their sorted values and indices.
-        per_pair += itemsize
-        scratch += min(pairs, max(manual.SORTED_PAIRS, dims.seq_len_kv)) * (itemsize + torch.int64.itemsize)
-        scratch += items * heads * rows * min(problem.top_k or 0, dims.seq_len_kv) * (itemsize + 9)
-    if half:
-        per_pair += itemsize
+        ranked = min(pairs, max(manual.SORTED_PAIRS, dims.seq_len_kv)) * (itemsize + torch.int64.itemsize)
+        beside.append(2 * pairs * itemsize + ranked)
+        scratch += num_rows * min(problem.top_k or 0, dims.seq_len_kv) * (itemsize + 9)
+    return scratch + max(beside)
+
+
+def _blocked_scratch(problem: CanonicalProblem, device_type: str | None) -> int:
+    """The most that is taken at once: by the fused kernel, by a sweep, or by the manual one for hazards."""
+    if problem.dims.num_pairs == 0:
+        return 0
+    device_type = device_type or problem.device.type
+    by_fused = outputs_by_fused(problem, device_type=device_type)
+    found = [0]
+    if by_fused:
+        of_fused = replace(problem, outputs=by_fused, select_heads=None, select_rows=None)
+        size = fused.cut(of_fused, device_type=device_type)
+        found.append(_fused_scratch(of_fused, size, device_type))
+        found.append(_isolated_scratch(of_fused, size, device_type))
+    rest = replace(problem, outputs=tuple(name for name in problem.outputs if name not in by_fused))
+    found.extend(_sweep_scratch(rest, sweep) for sweep in blocked.sweeps(rest))
+    if rest.outputs:
+        dims, exact = problem.dims, isolated.exact_size(problem.dims)
+        pairs = exact.items * exact.heads * exact.rows * dims.seq_len_kv
+        # Its weights, from which totals are added up; before it, marks of rows.
+        weights = pairs * (problem.query.dtype.itemsize + problem.compute_dtype.itemsize)
+        found.append(_manual_block(rest, exact) + weights)
+        found.append(5 * min(dims.num_pairs, max(PAIRS_PER_BLOCK, dims.batch * dims.num_heads * dims.seq_len_kv)))
+    return max(found)
+
+
+def _sweep_scratch(problem: CanonicalProblem, sweep: blocked.Sweep) -> int:
+    """What the blocked kernel takes for one sweep over a problem."""
+    dims, size = problem.dims, sweep.cut(problem)
+    itemsize, wide = problem.query.dtype.itemsize, problem.compute_dtype.itemsize
+    num_rows = size.items * size.heads * size.rows
+    pairs = num_rows * dims.seq_len_kv
+    # Logits and weights, and which pairs are forbidden.
+    scratch = pairs * (2 * wide + (not problem.forbids_nothing))
+    keys = size.items * -(-size.heads // dims.group_size) * dims.seq_len_kv
+    width = dims.head_dim + ("context" in sweep.names) * dims.head_dim_v
+    # Copies of another form, or without numbers that are not finite.
+    scratch += keys * width * (max(wide, itemsize) if not blocked.copies_keys(problem) else wide + itemsize)
+    scratch += num_rows * (dims.head_dim * (wide + itemsize) + ("context" in sweep.names) * dims.head_dim_v * wide)
+    tile = num_rows * min(dims.seq_len_kv, max(1, blocked.TILE_PAIRS // num_rows))
+    beside = [0 if problem.forbids_nothing else 3 * tile]
+    if problem.alibi_slopes is not None:
+        beside.append(tile * (2 * torch.int64.itemsize + 2 * wide))
+    if problem.bias is not None:
+        beside.append(tile * (problem.bias.dtype.itemsize + 2 * wide + 4))
+    if "weight_totals" in sweep.names:
+        beside.append(2 * size.items * size.heads * dims.seq_len_kv * wide)
+    if "top_weights" in sweep.names:
+        beside.append(_ranking_scratch(problem, num_rows))
+    return scratch + max(beside)
+
+
+def _ranking_scratch(problem: CanonicalProblem, num_rows: int) -> int:
+    """Weights and keys among which the largest are, as one whole number each, and the answer of a block."""
+    num_keys, itemsize = problem.dims.seq_len_kv, problem.query.dtype.itemsize
+    count = min(problem.top_k or 0, num_keys)
+    group = blocked.group_size(num_keys, count)
+    width = num_keys if group is None else count * group + num_keys % group
+    at_once = min(num_rows, max(1, blocked.RANKED_AT_ONCE // width))
+    per_candidate = problem.compute_dtype.itemsize + itemsize + 4 * torch.int64.itemsize
+    return at_once * width * per_candidate + num_rows * count * (itemsize + torch.int64.itemsize + 1)
+
+
+GRADIENT_PASSES = 16
+"""About how often a backward pass goes over the pairs besides its five products."""
+
+
+def gradients_cost(
+    problem: CanonicalProblem,
+    asked: Collection[str],
+    *,
+    grad_bytes: int,
+    is_self_attention: bool,
+    refuses_empty_rows: bool = False,
+    device_type: str | None = None,
+) -> Cost:
+    """The cost of a backward pass; ``grad_bytes`` are those of the gradients that came in. Both paths are one kernel.
+
+    flops 2 B H T S (3 D + 2 V): five whole products, nothing off for masks or for what is not asked.
+    """
+    dims = problem.dims
+    inputs = _input_bytes(problem) + grad_bytes
+    outputs = sum(_gradient_bytes(problem, name) for name in asked)
+    device_type = device_type or problem.device.type
+    size = backward.cut(dims, skips_keys=backward.skips_keys(problem), device_type=device_type)
+    scratch = _backward_block(problem, size, asked, is_self_attention=is_self_attention)
+    if "grad_bias" in asked and backward.sums_bias_apart(problem):
+        assert problem.bias is not None
+        scratch += problem.bias.numel() * backward.bias_sum_dtype(problem).itemsize
+    # Marks of rows, and which of them are padding.
+    scratch += 4 * dims.num_rows + (0 if problem.query_lengths is None else torch.int64.itemsize * dims.seq_len_q)
+    if refuses_empty_rows:
+        scratch = max(scratch, _vector_bytes(problem) + 5 * min(dims.num_pairs, MASK_BLOCK_PAIRS))
+    passes = GRADIENT_PASSES + MASK_PASSES * (not problem.forbids_nothing)
+    passes += MASK_PASSES * ((problem.softcap is not None) + (problem.alibi_slopes is not None))
+    passes *= 4 if problem.compute_dtype == torch.float64 else 1
+    return Cost(
+        flops=2 * dims.num_pairs * (3 * dims.head_dim + 2 * dims.head_dim_v),
+        bytes_moved=inputs + outputs,
+        peak_bytes=inputs + outputs + scratch + FIXED_BYTES,
+        output_bytes=outputs,
+        pair_passes=passes * dims.num_pairs,
+    )
+
+
+def _gradient_bytes(problem: CanonicalProblem, name: str) -> int:
+    dims, wide = problem.dims, problem.compute_dtype.itemsize
+    match name:
+        case "grad_query":
+            return problem.query.nbytes
+        case "grad_key":
+            return problem.key.nbytes
+        case "grad_value":
+            return problem.value.nbytes
+        case "grad_bias":
+            return 0 if problem.bias is None else problem.bias.nbytes
+        case "grad_sinks":
+            return dims.num_heads * wide
+        case _:
+            return dims.num_pairs * wide
+
+
+def _backward_block(problem: CanonicalProblem, size: Cut, asked: Collection[str], *, is_self_attention: bool) -> int:
+    """What the backward kernel takes for one block, and for the keys that it adds to."""
+    dims, wide = problem.dims, problem.compute_dtype.itemsize
+    rows = size.items * size.heads * size.rows
+    pairs = rows * dims.seq_len_kv
+    keys = size.items * -(-size.heads // dims.group_size) * dims.seq_len_kv
+    widths, widest = dims.head_dim + dims.head_dim_v, max(dims.head_dim, dims.head_dim_v)
+    half = problem.query.dtype != problem.compute_dtype
+    # What keys and values get, summed; keys and values without what is not finite, and the search for it.
+    scratch = keys * ((dims.head_dim if is_self_attention else widths) + widths) * wide + keys * widest
+    if half or not problem.key.is_contiguous() or not problem.value.is_contiguous():
+        scratch += keys * widths * wide
+    # Queries and gradients of the context as they are multiplied, without what is not finite, and the query's gradient.
+    scratch += rows * (2 * widths + dims.head_dim + widest) * wide
+    # Places of the rows and keys of a block.
+    scratch += 4 * torch.int64.itemsize * (size.rows + dims.seq_len_kv) * (size.items if problem.is_ragged else 1)
+    # What is not finite among some sums: marks, counts and the numbers themselves.
+    scratch += max(rows * widest, min(keys * widest, backward.SUMS_AT_ONCE)) * (2 * wide + 4)
+    scratch += min(pairs, max(backward_maths.PAIRS_AT_ONCE, rows, keys)) * (wide + 3)
+    # Logits, weights, and the gradients of both.
+    per_pair = 3 * wide
+    if problem.softcap is not None:
+        per_pair += 2 * wide
+    if problem.alibi_slopes is not None:
+        per_pair += wide
+        places = size.items if problem.is_ragged else 1
+        scratch += places * size.rows * dims.seq_len_kv * (2 * torch.int64.itemsize + wide)
+    if problem.bias is not None and problem.bias.dtype != problem.compute_dtype:
+        per_pair += wide
+    if not problem.forbids_nothing:
+        # The pairs once more as marks for each of them; masks being combined, and as bits.
+        by_item, by_head = problem.masks_apart
+        masks = (size.items if by_item else 1) * (size.heads if by_head else 1) * size.rows * dims.seq_len_kv
+        scratch += masks * (2 * wide + 3)
+        per_pair += 1
     return scratch + pairs * per_pair

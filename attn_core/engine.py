@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from attn_core.batching.shared_calls import SharedCalls
-from attn_core.canonical import CanonicalProblem, canonicalize, to_callers_form
+from attn_core.canonical import CanonicalProblem, canonicalize, refuse_empty_rows, to_callers_form
 from attn_core.cost import Cost
 from attn_core.cut import even_runs
-from attn_core.errors import AttentionError, Checkpoint, Fault, InvalidProblem, never_abandoned
+from attn_core.errors import AttentionError, Checkpoint, never_abandoned
 from attn_core.gradients import run_gradients
 from attn_core.hazards import Hazards, find_hazards, touched_rows
 from attn_core.kernels import fused, isolated, logsumexp_by_operator, manual
@@ -21,9 +21,8 @@ from attn_core.layer import run_layer, run_layer_gradients
 from attn_core.maths.context import weighted_context
 from attn_core.numerics import compute_dtype, largest
 from attn_core.placement import bring_back, place
-from attn_core.prepared import PlainForm, Prepared, prepare
+from attn_core.prepared import PlainForm, Prepared, asks_verification, prepare
 from attn_core.problem import (
-    AttentionOptions,
     AttentionProblem,
     AttentionResult,
     Dims,
@@ -113,7 +112,7 @@ class Engine:
         checkpoint()
         problem = prepared.problem
         result = self._computed(problem, prepared, checkpoint, shared)
-        if not isinstance(problem, WeightedSumProblem) and _asks_verification(problem):
+        if not isinstance(problem, WeightedSumProblem) and asks_verification(problem):
             result = replace(result, verification=verify(problem, result, checkpoint))
         return result
 
@@ -129,7 +128,9 @@ class Engine:
         self._use_threads(prepared.cost.flops)
 
         def attend(inside: AttentionProblem) -> AttentionResult:
-            return self._attention(inside, self.prepare(inside), checkpoint, None)
+            result = self._attention(inside, self.prepare(inside), checkpoint, None)
+            self._use_threads(prepared.cost.flops)
+            return result
 
         def differentiate(inside: GradientsProblem) -> AttentionResult:
             return run_gradients(inside, self.prepare(inside), device=self.device, checkpoint=checkpoint)
@@ -228,7 +229,7 @@ class Engine:
             canonical = self._canonical(problem, prepared)
         self._use_threads(cost.flops)
         if problem.options.empty_rows == "error":
-            _refuse_empty_rows(canonical, checkpoint)
+            refuse_empty_rows(canonical, checkpoint)
         if canonical.dims.num_pairs == 0:
             output = without_pairs(canonical)
         elif shared is not None:
@@ -237,6 +238,8 @@ class Engine:
             is_asked = problem.options.path is not None
             output, path, note = self._fused_beside_manual(canonical, checkpoint, is_asked=is_asked)
             why = note if path == "manual" else why + note
+        elif path == "blocked":
+            output = self._in_blocks(canonical, checkpoint)
         else:
             output = manual.attend(canonical, find_hazards(canonical, checkpoint), checkpoint)
         empty = output.empty if output.covers_all_rows else canonical.empty_rows(checkpoint)
@@ -303,6 +306,12 @@ class Engine:
         merged = replace(output, outputs={name: outputs[name] for name in problem.outputs})
         return merged, path, "; logsumexp by the manual kernel" + note
 
+    def _in_blocks(self, problem: CanonicalProblem, checkpoint: Checkpoint) -> KernelOutput:
+        """The blocked kernel, the fused one for the context, and the manual one for rows that attend hazards."""
+        hazards = find_hazards(problem, checkpoint)
+        touched = touched_rows(problem, hazards, checkpoint) if hazards.any else None
+        return isolated.attend_in_blocks(problem, hazards, touched, checkpoint, fused_attend=self._fused)
+
     def _isolated(
         self, problem: CanonicalProblem, hazards: Hazards, checkpoint: Checkpoint, *, is_asked: bool
     ) -> tuple[KernelOutput, str, str]:
@@ -331,11 +340,6 @@ class Engine:
             self._threads = threads
 
 
-def _asks_verification(problem: AttentionProblem | GradientsProblem | LayerProblem | LayerGradientsProblem) -> bool:
-    options = problem.options
-    return options.verify if isinstance(options, AttentionOptions) else options.attention.verify
-
-
 def _weighted_context_in_blocks(weights: Tensor, value: Tensor, checkpoint: Checkpoint) -> Tensor:
     """weights @ value of rank 4 in their dtype, with the arithmetic of it."""
     storage, width = weights.dtype, value.shape[3]
@@ -353,14 +357,6 @@ def _weighted_context_in_blocks(weights: Tensor, value: Tensor, checkpoint: Chec
             checkpoint()
             context[items, heads, rows] = weighted_context(weights[items, heads, rows].to(arithmetic), own)
     return context
-
-
-def _refuse_empty_rows(problem: CanonicalProblem, checkpoint: Checkpoint) -> None:
-    empty = problem.empty_rows(checkpoint)
-    if empty.any():
-        first = ",".join(str(index) for index in empty.nonzero()[0].tolist())
-        expected = "at least one key that every query may attend"
-        raise InvalidProblem([Fault("empty_rows", expected, f"none for query [{first}]")])
 
 
 def _count(marks: Tensor | None) -> int:

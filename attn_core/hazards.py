@@ -21,9 +21,9 @@ from attn_core.cut import runs
 from attn_core.errors import Checkpoint, never_abandoned
 from attn_core.numerics import is_within, largest, safe_operand, safe_value
 
-PAIRS_PER_BLOCK = 2**19
+PAIRS_PER_BLOCK = 2**18
 READ_AT_ONCE = 2**24
-COPIED_AT_ONCE = 2**18
+COPIED_AT_ONCE = 2**17
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,8 @@ def find_hazards(problem: CanonicalProblem, checkpoint: Checkpoint = never_aband
         alibi = not largest(problem.alibi_slopes) * farthest <= 1e30
 
     def exceeds(tensor: Tensor, limit: float) -> bool:
-        for piece in _pieces(tensor.shape, READ_AT_ONCE):
+        pieces = _pieces(tensor.shape, READ_AT_ONCE) if tensor.numel() > READ_AT_ONCE else (...,)
+        for piece in pieces:
             checkpoint()
             # Written so that NaN, which compares as False, counts as a hazard.
             if not is_within(tensor[piece], limit) and not largest(tensor[piece]) <= limit:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
+import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -24,6 +27,31 @@ def aligned(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cpu" or tensor.numel() == 0 or tensor.data_ptr() % ALIGNMENT_BYTES == 0:
         return tensor
     return tensor.clone()
+
+
+def in_huge_pages(tensor: Tensor) -> Tensor:
+    """The tensor, not yet written, of pages of two mebibytes where the system lends them to whoever asks.
+
+    The first touch of a page of four kibibytes takes a millisecond a megabyte, a third of the time of whole weights.
+    """
+    if tensor.device.type == "cpu" and tensor.nbytes >= _FROM_BYTES and (madvise := _madvise()) is not None:
+        begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        # Refused where the system knows no such pages; then the tensor is as good as it was.
+        madvise(begin, tensor.data_ptr() + tensor.nbytes - begin, mmap.MADV_HUGEPAGE)
+    return tensor
+
+
+_FROM_BYTES = 2**25
+"""What the C library maps anew for each tensor; smaller ones come from memory that was touched before."""
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    found = ctypes.CDLL(None).madvise
+    found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
+    return found
 
 
 def place(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -5,17 +5,30 @@ Made once, used by whoever admits the problem and by the engine that computes it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from attn_core.canonical import CanonicalProblem, canonicalize
-from attn_core.cost import Cost, attention_cost, weighted_sum_cost
+from attn_core.cost import FIXED_BYTES, Cost, attention_cost, gradients_cost, weighted_sum_cost
+from attn_core.errors import Fault, InvalidProblem
 from attn_core.kernels import choose_path, fused
+from attn_core.layer_cost import (
+    attention_inside,
+    attention_outputs,
+    gradients_inside,
+    layer_cost,
+    layer_gradients_cost,
+    needs_context,
+    operand_gradients,
+    without_numbers,
+)
 from attn_core.numerics import safe_operand, safe_square_sum, safe_value
 from attn_core.placement import ALIGNMENT_BYTES
 from attn_core.problem import (
+    PAIR_GRADIENTS,
     AttentionProblem,
     GradientsProblem,
     LayerGradientsProblem,
@@ -23,6 +36,11 @@ from attn_core.problem import (
     Problem,
     WeightedSumProblem,
 )
+from attn_core.validate.gradients import gradients_path_expectation, why_not_gradients
+from attn_core.verification import VerifiedProblem, verification_cost
+
+GRADIENTS = "gradients"
+"""The pace of the backward pass, whichever path it is called."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +66,9 @@ class Prepared:
             return self.plain.query_shape[0] * self.plain.query_shape[2]
         if self.canonical is not None:
             return self.canonical.dims.batch * self.canonical.dims.seq_len_q
+        if isinstance(self.problem, LayerProblem | LayerGradientsProblem):
+            tokens = self.problem if isinstance(self.problem, LayerProblem) else self.problem.layer
+            return math.prod(tokens.input.shape[:-1])
         assert isinstance(self.problem, WeightedSumProblem)
         weights = self.problem.weights
         return weights.shape[-2] * (weights.shape[0] if weights.ndim == 4 else 1)
@@ -85,20 +106,83 @@ def prepare(problem: Problem, *, device_type: str) -> Prepared:
     if isinstance(problem, GradientsProblem):
         return _prepare_gradients(problem, device_type)
     if isinstance(problem, LayerProblem | LayerGradientsProblem):
-        return _prepare_layer(problem, device_type)
+        found = _prepare_layer(problem, device_type)
+        return replace(found, cost=with_verification(found.cost, problem))
     canonical = canonicalize(problem)
     path, why = choose_path(canonical, problem.options.path, device_type=device_type)
-    cost = attention_cost(canonical, path, device_type=device_type)
+    cost = with_verification(attention_cost(canonical, path, device_type=device_type), problem)
     plain = _plain_form(problem, canonical, path, why, cost) if device_type == "cpu" else None
     return Prepared(problem, path, why, cost, canonical, plain)
 
 
 def _prepare_gradients(problem: GradientsProblem, device_type: str) -> Prepared:
-    raise NotImplementedError
+    asked, wanted = problem.asked, problem.options.path
+    pairs = [name for name in asked if name in PAIR_GRADIENTS]
+    path, why = ("manual", f"{pairs[0]} asked for") if pairs else ("blocked", "no matrix of pairs asked for")
+    if wanted is not None:
+        if (reason := why_not_gradients(wanted, asked)) is not None:
+            raise InvalidProblem([Fault("path", gradients_path_expectation(reason, asked), wanted)])
+        path, why = wanted, "asked for"
+    canonical = canonicalize(problem.attention)
+    grads = tuple(grad for grad in (problem.grad_context, problem.grad_logsumexp) if grad is not None)
+    cost = gradients_cost(
+        canonical,
+        asked,
+        grad_bytes=sum(grad.nbytes for grad in grads),
+        is_self_attention=problem.attention.key is None,
+        refuses_empty_rows=problem.options.empty_rows == "error",
+        device_type=device_type,
+    )
+    cost = replace(with_verification(cost, problem), kernel=GRADIENTS)
+    return Prepared(problem, path, why, cost, canonical)
+
+
+def with_verification(cost: Cost, problem: VerifiedProblem) -> Cost:
+    """The cost of a problem with what its verification takes, where it asks for one; ``flops`` stay the formula's."""
+    if not asks_verification(problem):
+        return cost
+    more, inputs = verification_cost(problem), sum(tensor.nbytes for tensor in problem.tensors().values())
+    # One after the other: what the kernel took besides is free again.
+    verified_bytes = inputs + cost.output_bytes + more.scratch_bytes + FIXED_BYTES
+    return replace(
+        cost,
+        pair_passes=cost.pair_passes + more.pair_passes,
+        peak_bytes=max(cost.peak_bytes, verified_bytes),
+    )
+
+
+def asks_verification(problem: Problem) -> bool:
+    match problem:
+        case WeightedSumProblem():
+            return False
+        case LayerProblem() | LayerGradientsProblem():
+            return problem.options.attention.verify
+    return problem.options.verify
 
 
 def _prepare_layer(problem: LayerProblem | LayerGradientsProblem, device_type: str) -> Prepared:
-    raise NotImplementedError
+    """Kernel and cost from the attention inside, whose operands have shapes only."""
+    layer = problem if isinstance(problem, LayerProblem) else problem.layer
+    operands = without_numbers(layer)
+    context = operands.pop("context")
+    if isinstance(problem, LayerProblem):
+        inside = attention_inside(layer, operands, attention_outputs(layer.options.outputs))
+        found = prepare(inside, device_type=device_type)
+        assert found.canonical is not None
+        return Prepared(problem, found.path, found.why, layer_cost(layer, found.canonical, found.cost))
+    forward = backward = None
+    if needs_context(problem):
+        forward = prepare(attention_inside(layer, operands, ("context",)), device_type=device_type)
+    if wanted := operand_gradients(problem):
+        backward = prepare(gradients_inside(layer, operands, wanted, context), device_type=device_type)
+    chosen = backward or forward
+    assert chosen is not None
+    cost = layer_gradients_cost(
+        problem,
+        None if forward is None else forward.cost,
+        None if backward is None else backward.cost,
+    )
+    return Prepared(problem, chosen.path, chosen.why, cost)
 
 
 def _plain_form(
@@ -110,6 +194,7 @@ def _plain_form(
     if (
         path != "fused"
         or problem.options.outputs != ("context",)
+        or problem.options.verify
         or problem.options.layout != "bhtd"
         or fused.needs_mask(canonical)
         or fused.is_cut(canonical)

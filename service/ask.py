@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import ssl
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ JSON, SAFETENSORS = "application/json", "application/vnd.safetensors"
 PROBLEM = "application/problem+json"
 LOADABLE = (".json", ".npz", ".safetensors", ".npy")
 SAVABLE = (".json", ".npz", ".safetensors")
+SPEC = re.compile(r"(\w+)=(\w+)\[([\d, ]*)\]")
+"""A tensor of a plan, on the command line: ``query=float32[1,8,128,64]``."""
+_LAYER_NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
 
 
 class AskError(Exception):
@@ -80,6 +84,45 @@ class Credentials:
 NOBODY = Credentials()
 
 
+def path_of(
+    *,
+    gradients: bool = False,
+    layer: bool = False,
+    layer_name: str | None = None,
+    plan: bool = False,
+    weighted_sum: bool = False,
+    verify: bool = False,
+) -> str:
+    """Where the call goes that these flags name. Raises: AskError where two of them do not go together."""
+    if layer and layer_name is not None:
+        raise AskError("--layer sends weights with the input, --layer-name uses those that are kept: give one of them")
+    of_layer = "--layer" if layer else "--layer-name" if layer_name is not None else None
+    gradients_flag = "--gradients" if gradients else None
+    if plan and of_layer:
+        raise AskError(
+            f"--plan is of attention alone: leave {of_layer} out, and give query, key and value as projected"
+        )
+    if plan and gradients:
+        raise AskError("--plan is of the gradients where grad_context is among the tensors: leave --gradients out")
+    for flag in (of_layer, gradients_flag, "--plan" if plan else None, "--verify" if verify else None):
+        if weighted_sum and flag:
+            raise AskError(f"--weighted-sum is a product and nothing else: leave it or {flag} out")
+    if weighted_sum:
+        return "/v1/weighted_sum"
+    if plan:
+        return "/v1/attention/plan"
+    if layer_name is not None:
+        return f"{layer_path(layer_name)}/{'gradients' if gradients else 'forward'}"
+    return ("/v1/layer" if layer else "/v1/attention") + "/gradients" * gradients
+
+
+def layer_path(name: str) -> str:
+    """Where a layer is kept. Raises: AskError for a name that no layer can have, and that might lead elsewhere."""
+    if not _LAYER_NAME.fullmatch(name):
+        raise AskError(f"a layer's name is 1 to 64 of a-z A-Z 0-9 . _ -, beginning with a letter, not {name!r}")
+    return f"/v1/layers/{name}"
+
+
 def ask(
     files: Sequence[str],
     *,
@@ -88,28 +131,15 @@ def ask(
     options: Sequence[str],
     outputs: str | None,
     save: Path | None,
+    verify: bool = False,
     credentials: Credentials = NOBODY,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The outputs and ``info`` of one problem. Raises: AskError, Refused."""
-    if save is not None and save.suffix not in SAVABLE:
-        raise AskError(f"--save takes {', '.join(SAVABLE)}, not {save.name}")
-    if save is not None and not save.parent.is_dir():
-        raise AskError(f"there is no folder {save.parent} to save to")
-    given = _read_options(options, outputs)
-    body, content_type = _read_problem(files, given)
+    check_save(save, SAVABLE)
+    given = read_options(options, outputs, verify=verify)
+    body, content_type = read_problem(files, given)
     accept = JSON if save is not None and save.suffix == ".json" else SAFETENSORS
-    headers = {"content-type": content_type, "accept": accept, "accept-encoding": "identity", **credentials.headers()}
-    tls = credentials.tls()
-    try:
-        answer = httpx.post(f"{url.rstrip('/')}{path}", content=body, headers=headers, verify=tls, timeout=None)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise AskError(f"no answer from {url}: {error}") from None
-    if answer.status_code != 200:
-        if answer.headers.get("content-type") == PROBLEM:
-            raise Refused(answer.json())
-        raise AskError(f"{url} answered {answer.status_code}: {answer.text[:200]}")
-    if answer.headers.get("content-type") != accept:
-        raise AskError(f"{url} answered {answer.headers.get('content-type')}; is attn there?")
+    answer = call("POST", url, path, content=body, content_type=content_type, accept=accept, credentials=credentials)
     if accept == JSON:
         tensors, info = {}, answer.json()["info"]
     else:
@@ -117,11 +147,38 @@ def ask(
         tensors = {name: loaded[name] for name in _header(answer.content) if name in loaded}
         info = json.loads(_metadata(answer.content)["info"])
     if save is not None:
-        try:
-            _save(save, answer.content, tensors)
-        except OSError as error:
-            raise AskError(f"cannot write {save}: {error.strerror}") from None
+        save_answer(save, answer.content, tensors)
     return tensors, info
+
+
+def call(
+    method: str,
+    url: str,
+    path: str,
+    *,
+    content: bytes = b"",
+    content_type: str = JSON,
+    accept: str = JSON,
+    credentials: Credentials = NOBODY,
+) -> httpx.Response:
+    """An answer that is none of refusal, in the form asked for. Raises: AskError, Refused."""
+    headers = {"accept": accept, "accept-encoding": "identity", **credentials.headers()}
+    if content:
+        headers["content-type"] = content_type
+    tls = credentials.tls()
+    try:
+        answer = httpx.request(
+            method, f"{url.rstrip('/')}{path}", content=content, headers=headers, verify=tls, timeout=None
+        )
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise AskError(f"no answer from {url}: {error}") from None
+    if not answer.is_success:
+        if answer.headers.get("content-type") == PROBLEM:
+            raise Refused(answer.json())
+        raise AskError(f"{url} answered {answer.status_code}: {answer.text[:200]}")
+    if answer.content and answer.headers.get("content-type") != accept:
+        raise AskError(f"{url} answered {answer.headers.get('content-type')}; is attn there?")
+    return answer
 
 
 def show(tensors: dict[str, Tensor], info: dict[str, Any], console: Console) -> None:
@@ -156,66 +213,102 @@ def show_refusal(problem: dict[str, Any], console: Console) -> None:
             console.print(f"{name}: {problem[name]:,}")
 
 
-def _read_options(options: Sequence[str], outputs: str | None) -> dict[str, Any]:
+def check_save(save: Path | None, forms: tuple[str, ...]) -> None:
+    """Before anything is sent. Raises: AskError where an answer cannot be saved there."""
+    if save is not None and save.suffix not in forms:
+        raise AskError(f"--save takes {', '.join(forms)}, not {save.name}")
+    if save is not None and not save.parent.is_dir():
+        raise AskError(f"there is no folder {save.parent} to save to")
+
+
+def read_options(options: Sequence[str], outputs: str | None = None, *, verify: bool = False) -> dict[str, Any]:
+    """The options of the command line. Raises: AskError where one is said twice and differently."""
     given: dict[str, Any] = {}
     for option in options:
         name, sign, text = option.partition("=")
         if not sign:
             raise AskError(f"--option takes name=value, such as causal=true, not {option}")
         try:
-            given[name] = json.loads(text)
+            value = json.loads(text)
         except ValueError:
-            given[name] = text
+            value = text
+        if name in given and _differ(given[name], value):
+            raise AskError(f"--option {name} is given twice, and differently: give it once")
+        given[name] = value
     if outputs is not None:
+        if "outputs" in given:
+            raise AskError("--outputs and --option outputs say the same thing: give one of them")
         given["outputs"] = [name.strip() for name in outputs.split(",")]
+    if verify:
+        if given.get("verify", True) is not True:
+            raise AskError(f"--verify and --option verify={json.dumps(given['verify'])} contradict: give one of them")
+        given["verify"] = True
     return given
 
 
-def _read_problem(files: Sequence[str], options: dict[str, Any]) -> tuple[bytes, str]:
+def _differ(one: Any, other: Any) -> bool:
+    # As text: True equals 1 in Python, and is not the same option.
+    return json.dumps(one) != json.dumps(other)
+
+
+def read_problem(files: Sequence[str], options: dict[str, Any]) -> tuple[bytes, str]:
+    """The body that says what the files and the options say, and its content type. Raises: AskError."""
     if len(files) == 1 and files[0].endswith(".json"):
-        body = _existing(files[0]).read_bytes()
+        body = existing(files[0]).read_bytes()
         if options:
-            try:
-                members = json.loads(body)
-            except ValueError as error:
-                raise AskError(f"{files[0]} is not JSON: {error}") from None
-            if not isinstance(members, dict):
-                raise AskError(f"{files[0]} is not a JSON object")
-            body = json.dumps(members | options).encode()
+            body = json.dumps(members_of(files[0], body) | options).encode()
         return body, JSON
     tensors: dict[str, Tensor] = {}
     for file in files:
         loaded = _load(file, options)
-        twice = tensors.keys() & loaded.keys()
-        if twice:
-            raise AskError(f"{file} brings {', '.join(sorted(twice))} a second time")
+        refuse_twice(file, tensors, loaded)
         tensors |= loaded
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     metadata = {"options": json.dumps(options)} if options else None
     return safetensors.torch.save(contiguous, metadata), SAFETENSORS
 
 
-def _load(file: str, options: dict[str, Any]) -> dict[str, Tensor]:
+def members_of(file: str, body: bytes) -> dict[str, Any]:
+    """A JSON file taken apart. Raises: AskError."""
+    try:
+        members = json.loads(body)
+    except ValueError as error:
+        raise AskError(f"{file} is not JSON: {error}") from None
+    if not isinstance(members, dict):
+        raise AskError(f"{file} is not a JSON object")
+    return members
+
+
+def refuse_twice(file: str, before: Iterable[str], brought: Iterable[str]) -> None:
+    """Raises: AskError where a file brings what others brought."""
+    twice = set(before) & set(brought)
+    if twice:
+        raise AskError(f"{file} brings {', '.join(sorted(twice))} a second time")
+
+
+def split_name(file: str) -> tuple[str, str]:
+    """The name and the path of name=FILE; no name where the whole is a file."""
     name, sign, where = file.partition("=")
-    if not sign or Path(file).is_file():
-        name, sign, where = "", "", file
-    path = _existing(where)
+    return ("", file) if not sign or Path(file).is_file() else (name, where)
+
+
+def _load(file: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    name, where = split_name(file)
+    if name and SPEC.fullmatch(file):
+        raise AskError(f"{file} is a shape without numbers: only --plan takes it")
+    path = existing(where)
     try:
         match path.suffix:
-            case ".npy" if sign:
+            case ".npy" if name:
                 return {name: torch.from_numpy(np.load(path))}
-            case ".npz" if not sign:
+            case ".npz" if not name:
                 # numpy leaves a file that it opened and cannot read open.
                 with path.open("rb") as opened, np.load(opened) as arrays:
                     return {key: torch.from_numpy(arrays[key]) for key in arrays.files}
-            case ".safetensors" if not sign:
+            case ".safetensors" if not name:
                 content = path.read_bytes()
                 tensors: dict[str, Tensor] = safetensors.torch.load(content)
-                stored = json.loads(_metadata(content).get("options", "{}"))
-                if not isinstance(stored, dict):
-                    raise AskError(f"{path}: its options are not a JSON object")
-                for key, value in stored.items():
-                    options.setdefault(key, value)
+                add_stored_options(path, _metadata(content), options)
                 return tensors
             case ".json":
                 raise AskError(f"{file}: a .json file has the whole problem and comes alone")
@@ -224,7 +317,17 @@ def _load(file: str, options: dict[str, Any]) -> dict[str, Tensor]:
     raise AskError(f"{file}: give a .json, .npz or .safetensors file, or name=FILE.npy for each tensor")
 
 
-def _existing(file: str) -> Path:
+def add_stored_options(path: Path, metadata: Mapping[str, str], options: dict[str, Any]) -> None:
+    """The options in a safetensors file, as far as the command line has not said them. Raises: ValueError, AskError."""
+    stored = json.loads(metadata.get("options", "{}"))
+    if not isinstance(stored, dict):
+        raise AskError(f"{path}: its options are not a JSON object")
+    for key, value in stored.items():
+        options.setdefault(key, value)
+
+
+def existing(file: str) -> Path:
+    """Raises: AskError where it is no file."""
     path = Path(file)
     if not path.is_file():
         raise AskError(f"there is no file {file}")
@@ -240,6 +343,14 @@ def _header(content: bytes) -> dict[str, Any]:
 def _metadata(content: bytes) -> dict[str, str]:
     found: dict[str, str] = _header(content).get("__metadata__", {})
     return found
+
+
+def save_answer(path: Path, content: bytes, tensors: dict[str, Tensor]) -> None:
+    """Write the answer in the form that the name asks for. Raises: AskError."""
+    try:
+        _save(path, content, tensors)
+    except OSError as error:
+        raise AskError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _save(path: Path, content: bytes, tensors: dict[str, Tensor]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from attn_core.cost import Cost
 from attn_core.engine import Engine
 from attn_core.errors import Abandoned, AttentionError
 from attn_core.prepared import PlainForm, Prepared
@@ -137,6 +138,12 @@ class Attend:
     def prepare(self, problem: Problem) -> Prepared:
         """Kernel and cost of a checked problem. Raises: InvalidProblem."""
         return self._prepare(problem)
+
+    def estimate_s(self, cost: Cost, path: str) -> float:
+        return self._pace.estimate_s(cost, path)
+
+    def least_s(self, cost: Cost, path: str) -> float:
+        return self._pace.least_s(cost, path)
 
     def begin(
         self,

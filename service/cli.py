@@ -1,13 +1,15 @@
-"""The command ``attn``: serve, ask, version."""
+"""The command ``attn``: serve, ask, layer, version."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -23,11 +25,24 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="attn, the attention service: attention and nothing else.",
 )
+layers = typer.Typer(no_args_is_help=True, help="Layers that the service keeps by name.")
+app.add_typer(layers, name="layer")
 _SETTINGS_HELP = "Every setting is also a variable, and the command line wins:\n\n" + "\n\n".join(
     f"[bold]{name}[/bold] {escape(meaning)} [dim](default {escape(default)})[/dim]"
     for name, default, meaning in describe_settings()
 )
-BAD_SETTINGS, BAD_START = 2, 1
+BAD_SETTINGS, BAD_START, REFUSED = 2, 1, 1
+
+Url = Annotated[str, typer.Option(envvar="ATTN_URL", help="Where the service is.")]
+Option = Annotated[list[str] | None, typer.Option("--option", "-o", help="name=value, such as causal=true.")]
+Key = Annotated[
+    str | None,
+    typer.Option(envvar="ATTN_CLIENT_KEY", help="A key, if the service asks for one; the variable shows it to fewer."),
+]
+Ca = Annotated[Path | None, typer.Option(help="PEM file of the authorities by which to know the service.")]
+Cert = Annotated[Path | None, typer.Option(help="PEM file of a certificate to show the service.")]
+CertKey = Annotated[Path | None, typer.Option(help="PEM file of its key, if that lies apart.")]
+LayerName = Annotated[str, typer.Argument(help="1 to 64 of a-z A-Z 0-9 . _ -, beginning with a letter.")]
 
 
 @app.command(epilog=_SETTINGS_HELP)
@@ -69,49 +84,146 @@ def serve(
 def ask(
     files: Annotated[
         list[str],
-        typer.Argument(help="A .json, .npz or .safetensors file; or query=q.npy key=k.npy ..., one for each tensor."),
-    ],
-    url: Annotated[str, typer.Option(envvar="ATTN_URL", help="Where the service is.")] = "http://127.0.0.1:8000",
-    option: Annotated[list[str] | None, typer.Option("--option", "-o", help="name=value, such as causal=true.")] = None,
-    outputs: Annotated[str | None, typer.Option(help="What to ask for, such as context,weights.")] = None,
-    weighted_sum: Annotated[bool, typer.Option("--weighted-sum", help="weights and value are given.")] = False,
-    save: Annotated[Path | None, typer.Option(help="Write the answer to a .json, .npz or .safetensors file.")] = None,
-    key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="ATTN_CLIENT_KEY", help="A key, if the service asks for one; the variable shows it to fewer."
+        typer.Argument(
+            help="A .json, .npz or .safetensors file; or query=q.npy key=k.npy ..., one for each tensor. With --plan "
+            r"'query=float32\[1,8,128,64]' too."
         ),
+    ],
+    url: Url = "http://127.0.0.1:8000",
+    option: Option = None,
+    outputs: Annotated[str | None, typer.Option(help="What to ask for, such as context,weights.")] = None,
+    gradients: Annotated[
+        bool,
+        typer.Option("--gradients", help="Ask for gradients; grad_context, grad_logsumexp or grad_output is given."),
+    ] = False,
+    layer: Annotated[bool, typer.Option("--layer", help="input and a layer's weights are given.")] = False,
+    layer_name: Annotated[
+        str | None, typer.Option(help="input is given; the weights are those that the service keeps by this name.")
     ] = None,
-    ca: Annotated[Path | None, typer.Option(help="PEM file of the authorities by which to know the service.")] = None,
-    cert: Annotated[Path | None, typer.Option(help="PEM file of a certificate to show the service.")] = None,
-    cert_key: Annotated[Path | None, typer.Option(help="PEM file of its key, if that lies apart.")] = None,
+    weighted_sum: Annotated[bool, typer.Option("--weighted-sum", help="weights and value are given.")] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Compute nothing; say what it would cost. Sends dtypes and shapes alone.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compute in float64 too, and show the errors; as -o verify=true.")
+    ] = False,
+    save: Annotated[
+        Path | None, typer.Option(help="Write the answer to a .json, .npz or .safetensors file; a plan to .json.")
+    ] = None,
+    key: Key = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    cert_key: CertKey = None,
 ) -> None:
     """Send one problem from files and print or save the answer."""
     from service import ask as asking
+    from service.plan_command import plan as ask_plan
+    from service.plan_command import show_plan
 
-    console, errors = Console(), Console(stderr=True)
-    path = "/v1/weighted_sum" if weighted_sum else "/v1/attention"
-    credentials = asking.Credentials(key=key, ca=ca, certificate=cert, certificate_key=cert_key)
-    try:
-        tensors, info = asking.ask(
-            files,
-            url=url,
-            path=path,
-            options=option or [],
-            outputs=outputs,
-            save=save,
-            credentials=credentials,
+    console = Console()
+    with _told_in_a_sentence():
+        path = asking.path_of(
+            gradients=gradients,
+            layer=layer,
+            layer_name=layer_name,
+            plan=plan,
+            weighted_sum=weighted_sum,
+            verify=verify,
         )
-    except asking.Refused as error:
-        asking.show_refusal(error.problem, errors)
-        raise typer.Exit(1) from None
-    except asking.AskError as error:
-        print(f"attn: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
-    if save is None:
-        asking.show(tensors, info, console)
+        given: dict[str, Any] = _service(url, key, ca, cert, cert_key) | {
+            "path": path,
+            "options": option or [],
+            "outputs": outputs,
+            "save": save,
+            "verify": verify,
+        }
+        if plan:
+            planned = ask_plan(files, **given)
+        else:
+            tensors, info = asking.ask(files, **given)
+    if save is not None:
+        _say(f"wrote {save}")
+    elif plan:
+        show_plan(planned, console)
     else:
-        console.print(f"wrote {save}", highlight=False, markup=False, soft_wrap=True)
+        asking.show(tensors, info, console)
+
+
+@layers.command("put")
+def put_layer(
+    name: LayerName,
+    files: Annotated[
+        list[str],
+        typer.Argument(help="A .json, .npz or .safetensors file with w_query, ...; or w_query=q.npy ... for each."),
+    ],
+    url: Url = "http://127.0.0.1:8000",
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", "-o", help="num_heads=8, weight_layout=in_out or out_in, num_kv_heads=2."),
+    ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Also where another layer has that name (?replace=true).")
+    ] = False,
+    key: Key = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    cert_key: CertKey = None,
+) -> None:
+    """Have the service keep a layer's weights under a name."""
+    from service import layers_command
+
+    with _told_in_a_sentence():
+        layer, is_new = layers_command.put_layer(
+            name, files, options=option or [], replace=replace, **_service(url, key, ca, cert, cert_key)
+        )
+    _say(f"keeps {name}" if is_new or replace else f"{name} was there already, the same in every number")
+    layers_command.show_layer(layer, Console())
+
+
+@layers.command("list")
+def list_layers(
+    url: Url = "http://127.0.0.1:8000", key: Key = None, ca: Ca = None, cert: Cert = None, cert_key: CertKey = None
+) -> None:
+    """The layers that the service keeps."""
+    from service import layers_command
+
+    with _told_in_a_sentence():
+        kept = layers_command.list_layers(**_service(url, key, ca, cert, cert_key))
+    layers_command.show_layers(kept, Console())
+
+
+@layers.command("get")
+def get_layer(
+    name: LayerName,
+    url: Url = "http://127.0.0.1:8000",
+    key: Key = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    cert_key: CertKey = None,
+) -> None:
+    """What the service says of one layer; not its weights."""
+    from service import layers_command
+
+    with _told_in_a_sentence():
+        layer = layers_command.get_layer(name, **_service(url, key, ca, cert, cert_key))
+    layers_command.show_layer(layer, Console())
+
+
+@layers.command("delete")
+def delete_layer(
+    name: LayerName,
+    url: Url = "http://127.0.0.1:8000",
+    key: Key = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    cert_key: CertKey = None,
+) -> None:
+    """Have the service forget a layer; requests that run finish on it."""
+    from service import layers_command
+
+    with _told_in_a_sentence():
+        layers_command.delete_layer(name, **_service(url, key, ca, cert, cert_key))
+    _say(f"deleted {name}")
 
 
 @app.command()
@@ -129,6 +241,32 @@ def version() -> None:
     table.add_row("python", platform.python_version())
     table.add_row("device", str(choose_device("auto")))
     Console().print(table, highlight=False)
+
+
+@contextmanager
+def _told_in_a_sentence() -> Iterator[None]:
+    """What goes wrong between here and the service: shown on stderr, exit code 1."""
+    from service import ask as asking
+
+    try:
+        yield
+    except asking.Refused as error:
+        asking.show_refusal(error.problem, Console(stderr=True))
+        raise typer.Exit(REFUSED) from None
+    except asking.AskError as error:
+        print(f"attn: {error}", file=sys.stderr)
+        raise typer.Exit(REFUSED) from None
+
+
+def _service(url: str, key: str | None, ca: Path | None, cert: Path | None, cert_key: Path | None) -> dict[str, Any]:
+    """Where the service is and what to show it, as every call takes them."""
+    from service.ask import Credentials
+
+    return {"url": url, "credentials": Credentials(key=key, ca=ca, certificate=cert, certificate_key=cert_key)}
+
+
+def _say(sentence: str) -> None:
+    Console().print(sentence, highlight=False, markup=False, soft_wrap=True)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -96,7 +96,9 @@ class ModelsStay(Unavailable):
     retry_after_s = None
 
     def __init__(self) -> None:
-        super().__init__("models are there from the start: none is loaded or unloaded on request")
+        super().__init__(
+            "models are there from the start, layers as long as they are kept: none is loaded or unloaded on request"
+        )
 
 
 class DeadlinePassed(ServiceError):

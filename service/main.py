@@ -43,6 +43,8 @@ from service.doors.receive_buffers import LANDING_BYTES, ReceiveBuffer, ReceiveB
 from service.doors.rest import Parts, RestLimits, build_app
 from service.doors.rpc import RpcDoor, RpcLimits
 from service.doors.rpc_server import RpcServer
+from service.layer_directory import LayerDirectory, UnusableDirectory
+from service.layer_store import LayerStore
 from service.lifecycle import Lifecycle
 from service.pace import Pace
 from service.request_queue import RequestQueue
@@ -62,6 +64,7 @@ log = logging.getLogger("attn.main")
 BUDGET_SHARE = 0.8
 """The share of free memory that one problem may need where no budget is set."""
 ENGINE_STOP_S = 2.0
+LAYERS_STOP_S = 2.0
 BACKLOG = 2048
 MORE_CALLS = 256
 """Calls of gRPC besides those that are work: somebody asks how the service is."""
@@ -90,10 +93,10 @@ def serve(settings: Settings) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     device = choose_device(settings.device)
     listener = listen(settings.host, settings.port)
-    code, engine_ended = uvloop.run(_serve(settings, device, listener))
-    if code or not engine_ended:
-        # A kernel or a parse that is still running cannot be interrupted, would be waited for without a limit, and
-        # torch must not be torn down under it.
+    code, has_ended = uvloop.run(_serve(settings, device, listener))
+    if code or not has_ended:
+        # A kernel, a parse or a write that is still running cannot be interrupted, would be waited for without a
+        # limit, and torch must not be torn down under it.
         logging.shutdown()
         sys.stderr.flush()
         os._exit(code)
@@ -203,6 +206,7 @@ class Composition:
     text_workers: TextWorkers
     inference: Inference
     rpc: RpcDoor
+    layers: LayerStore
 
 
 def compose(
@@ -261,7 +265,7 @@ def compose(
         on_lost=on_lost,
         num_small_workers=num_small_workers,
         has_large_worker=has_large_worker,
-        measure=measure,
+        measure=measure if settings.calibrate else None,
     )
     attend = Attend(
         admission=admission,
@@ -286,12 +290,16 @@ def compose(
         max_queue_requests=settings.max_queue_requests,
         memory_bytes=allowed_bytes,
     )
+    statistics = Statistics()
+    layers = _read_layers(settings, limits.read, on_deleted=statistics.forget)
+    metrics.layers.set_function(lambda: layers.num_layers)
+    metrics.layer_bytes.set_function(lambda: layers.num_bytes)
     inference = Inference(
         attend=attend,
         lifecycle=lifecycle,
         metrics=metrics,
-        models=Models(),
-        statistics=Statistics(),
+        models=Models(layers),
+        statistics=statistics,
         shared_memory=SharedMemory(is_enabled=settings.shared_memory),
         read_limits=limits.read,
         default_timeout_s=settings.request_timeout_s,
@@ -312,6 +320,7 @@ def compose(
             text_workers=text_workers,
             inference=inference,
             recipes=recipes,
+            layers=layers,
         )
     )
     buffers = ReceiveBuffers(max_free_bytes=MAX_FREE_BUFFER_BYTES)
@@ -324,7 +333,7 @@ def compose(
         limits=limits,
         buffers=buffers,
         recipes=recipes,
-        statistics=inference.statistics,
+        statistics=statistics,
     )
     rpc = RpcDoor(
         inference=inference,
@@ -350,6 +359,7 @@ def compose(
         text_workers=text_workers,
         inference=inference,
         rpc=rpc,
+        layers=layers,
     )
 
 
@@ -470,8 +480,20 @@ async def _serve(settings: Settings, device: torch.device, listener: socket.sock
     engine_ended = await asyncio.to_thread(parts.batcher.stop, ENGINE_STOP_S)
     await asyncio.to_thread(parts.text_workers.stop)
     parts.inference.shared_memory.close()
+    layers_ended = await parts.layers.close(LAYERS_STOP_S)
     log.info("stopped", extra={"fields": {"given_up_requests": given_up, "unsent_answers": unsent}})
-    return (1 if given_up or unsent or is_lost else 0), engine_ended
+    return (1 if given_up or unsent or is_lost else 0), engine_ended and layers_ended
+
+
+def _read_layers(settings: Settings, limits: ReadLimits, *, on_deleted: Callable[[str], None]) -> LayerStore:
+    """The layers that are kept, with those of the directory. Raises: StartError naming a directory that is none."""
+    directory = None if settings.layer_directory is None else LayerDirectory(settings.layer_directory)
+    layers = LayerStore(max_bytes=settings.layer_budget_bytes, directory=directory, on_deleted=on_deleted)
+    try:
+        layers.load(limits)
+    except UnusableDirectory as error:
+        raise StartError(f"ATTN_LAYER_DIRECTORY: {error}") from None
+    return layers
 
 
 def _allowed_bytes(settings: Settings, device: torch.device) -> Callable[[], int]:

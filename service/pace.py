@@ -10,6 +10,8 @@ MEMORY_BYTES_PER_S = 5e9
 """What moves bytes and computes little is bound by memory, which no start-up measurement is long enough to see."""
 PAIRS_PER_S = 2e9
 """Passes over query-key pairs, such as an exponential of each."""
+BUILT_IN_FLOPS_PER_S = {"fused": 2e10, "manual": 5e9, "blocked": 1e10, "gradients": 1e10}
+"""Where nothing is measured at start."""
 TINY_FACTOR = 2.0
 LEARNING_RATE = 0.05
 MAX_CORRECTION = 4.0
@@ -18,7 +20,10 @@ LEAST_SHARE = 0.25
 
 
 class Pace:
-    """Seconds from costs. ``flops_per_s`` by kernel; ``overhead_s`` is what the smallest problem takes.
+    """Seconds from costs. ``flops_per_s`` by kernel, which is the path, or what a cost calls its kernel; ``overhead_s``
+    is what the smallest problem takes.
+
+    A kernel that was not measured counts as the slowest of those that were, until it is seen at work.
 
     ``observe`` may be called from the engine's threads while the loop reads: each step is one assignment.
     """
@@ -28,17 +33,19 @@ class Pace:
     ) -> None:
         self._num_threads = num_threads
         self._overhead_s = overhead_s
-        self._flops_per_s = dict(flops_per_s or {"fused": 2e10, "manual": 5e9})
-        self._correction: dict[str, float] = dict.fromkeys(self._flops_per_s, 1.0)
+        self._flops_per_s = dict(flops_per_s or BUILT_IN_FLOPS_PER_S)
+        self._slowest = min(self._flops_per_s.values())
+        self._correction: dict[str, float] = {}
 
     def set_rates(self, *, overhead_s: float, flops_per_s: Mapping[str, float]) -> None:
         """Start from what was measured on this machine."""
         self._overhead_s = overhead_s
         self._flops_per_s = dict(flops_per_s)
-        self._correction = dict.fromkeys(self._flops_per_s, 1.0)
+        self._slowest = min(self._flops_per_s.values())
+        self._correction = {}
 
     def estimate_s(self, cost: Cost, path: str) -> float:
-        return self._raw_s(cost, path) * self._correction[path]
+        return self._raw_s(cost, path) * self._correction.get(cost.kernel or path, 1.0)
 
     def least_s(self, cost: Cost, path: str) -> float:
         """What a problem takes at the very least, on all threads and unlike any seen before."""
@@ -54,8 +61,11 @@ class Pace:
             return
         ratio = took_s / self._raw_s(cost, path)
         ratio = min(MAX_CORRECTION, max(1 / MAX_CORRECTION, ratio))
-        self._correction[path] += LEARNING_RATE * (ratio - self._correction[path])
+        kernel = cost.kernel or path
+        before = self._correction.get(kernel, 1.0)
+        self._correction[kernel] = before + LEARNING_RATE * (ratio - before)
 
     def _raw_s(self, cost: Cost, path: str) -> float:
-        compute_s = cost.flops / self._flops_per_s[path] + cost.pair_passes / PAIRS_PER_S
+        rate = self._flops_per_s.get(cost.kernel or path, self._slowest)
+        compute_s = cost.flops / rate + cost.pair_passes / PAIRS_PER_S
         return self._overhead_s + max(compute_s, cost.bytes_moved / MEMORY_BYTES_PER_S)

@@ -46,6 +46,9 @@ class Settings(BaseSettings):
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
         description="auto, cpu, cuda or cuda:N; auto takes a GPU if there is one",
     )
+    calibrate: bool = Field(
+        True, description="whether speed is measured at the start, for estimates; false: they begin with built-in rates"
+    )
     torch_threads: int | None = Field(
         None, ge=1, le=1024, description="threads of one large problem on CPU; unset: as many as there are cores"
     )
@@ -78,6 +81,12 @@ class Settings(BaseSettings):
     max_axis: int = Field(2**24, ge=1, description="length of one axis of a tensor")
     memory_budget_bytes: int | None = Field(
         None, ge=1, description="memory that one problem may need; unset: four fifths of what is free at that moment"
+    )
+    layer_budget_bytes: int = Field(
+        2**30, ge=0, description="weights of all layers that are kept by name; 0: none is kept"
+    )
+    layer_directory: Path | None = Field(
+        None, description="directory in which they outlive the process, a file for each; unset: in memory alone"
     )
     request_timeout_s: float = Field(60.0, gt=0, le=86400, description="deadline of a request that names none")
     max_timeout_s: float = Field(600.0, gt=0, le=86400, description="longest deadline a request may ask for")

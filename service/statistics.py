@@ -65,7 +65,10 @@ class ModelStatistics:
 
 
 class Statistics:
-    """Used from the event loop alone; ``wall_clock`` gives seconds since 1970."""
+    """Used from the event loop alone; ``wall_clock`` gives seconds since 1970.
+
+    Whoever asks or counts knows that there is such a model, and whoever takes one away says so: no other has figures.
+    """
 
     def __init__(self, *, wall_clock: Callable[[], float] = time.time) -> None:
         self._wall_clock = wall_clock
@@ -77,6 +80,10 @@ class Statistics:
         if figures is None:
             figures = self._models[model] = ModelStatistics()
         return figures
+
+    def forget(self, model: str) -> None:
+        """A model is there no more: one that takes its name later begins at 0."""
+        self._models.pop(model, None)
 
     def succeeded(
         self, model: str, *, total_s: float, queue_s: float, input_s: float, infer_s: float, output_s: float

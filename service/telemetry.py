@@ -112,6 +112,8 @@ class Metrics:
             "attn_in_flight_requests", "Requests inside: read, waiting, computed or answered.", **new
         )
         self.ready = Gauge("attn_ready", "1 while the service takes work.", **new)
+        self.layers = Gauge("attn_named_layers", "Layers that are kept by name.", **new)
+        self.layer_bytes = Gauge("attn_named_layer_bytes", "Bytes of their weights.", **new)
         # Looked up once: labels() costs more than the increment.
         self._paths: dict[str, Any] = {}
         self._stages = {stage: self.stage_seconds.labels(stage) for stage in STAGES}

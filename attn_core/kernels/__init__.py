@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from attn_core.canonical import CanonicalProblem
@@ -9,7 +11,17 @@ from attn_core.errors import Fault, InvalidProblem
 from attn_core.kernels.output import KernelOutput
 from attn_core.support import SUPPORTED_OUTPUTS, path_expectation, why_not_by_options
 
-__all__ = ["SUPPORTED_OUTPUTS", "KernelOutput", "choose_path", "logsumexp_by_operator", "why_not"]
+__all__ = [
+    "SUPPORTED_OUTPUTS",
+    "KernelOutput",
+    "choose_path",
+    "logsumexp_by_operator",
+    "outputs_by_fused",
+    "why_not",
+]
+
+FEW_PAIRS = 2**22
+"""From more query-key pairs on the blocked kernel answers what neither needs whole matrices nor is the fused one's."""
 
 
 def why_not(path: str, problem: CanonicalProblem, *, device_type: str | None = None) -> str | None:
@@ -20,6 +32,7 @@ def why_not(path: str, problem: CanonicalProblem, *, device_type: str | None = N
         softcap=problem.softcap is not None,
         sinks=problem.sinks is not None,
         alibi_slopes=problem.alibi_slopes is not None,
+        selects=problem.select_heads is not None or problem.select_rows is not None,
     )
     if reason is None and path == "fused":
         return _why_not_fused(problem, device_type or problem.device.type)
@@ -59,6 +72,15 @@ def logsumexp_by_operator(problem: CanonicalProblem, *, device_type: str | None 
     return on_cpu and problem.query.dtype == problem.compute_dtype
 
 
+def outputs_by_fused(problem: CanonicalProblem, *, device_type: str | None = None) -> tuple[str, ...]:
+    """What the fused kernel gives to the blocked one's answer: the context, and the logsumexp beside it."""
+    names = [name for name in problem.outputs if name == "context"]
+    if names and "logsumexp" in problem.outputs and logsumexp_by_operator(problem, device_type=device_type):
+        names.append("logsumexp")
+    of_fused = replace(problem, outputs=tuple(names), select_heads=None, select_rows=None)
+    return tuple(names) if names and why_not("fused", of_fused, device_type=device_type) is None else ()
+
+
 def choose_path(problem: CanonicalProblem, asked: str | None, *, device_type: str | None = None) -> tuple[str, str]:
     """The kernel that serves a problem, and why, in a few words.
 
@@ -78,4 +100,6 @@ def choose_path(problem: CanonicalProblem, asked: str | None, *, device_type: st
         reason = _where_logsumexp(problem, device_type or problem.device.type)
     if reason is None:
         return "fused", "context and logsumexp only"
+    if problem.dims.num_pairs > FEW_PAIRS and why_not("blocked", problem, device_type=device_type) is None:
+        return "blocked", f"{reason}, of many pairs"
     return "manual", reason

@@ -6,6 +6,7 @@ count, at least one key (on CPU the raw operator reads past the end, or kills th
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -34,6 +35,18 @@ GPU_BLOCK_FLOPS_WIDE = 2**41
 MASK_BLOCK_PAIRS = 2**24
 """No mask of more pairs is made at once, on any device."""
 BLOCK_ROW_MULTIPLE = 256
+PACKED_FROM = 64
+"""From so many queries and keys on, torch lays half numbers out for the tiles of a processor that has them."""
+
+
+@functools.cache
+def packs(dtype: torch.dtype) -> bool:
+    """Whether this processor multiplies numbers of this dtype by tiles."""
+    name = {torch.bfloat16: "_is_amx_tile_supported", torch.float16: "_is_amx_fp16_supported"}.get(dtype)
+    if name is None:
+        return False
+    # A torch that does not say may do it.
+    return bool(getattr(torch.cpu, name, lambda: True)())
 
 
 def needs_mask(problem: CanonicalProblem) -> bool:
@@ -71,7 +84,7 @@ def cut(problem: CanonicalProblem, *, device_type: str | None = None) -> Cut:
         rows = _most_rows(rows, dims.seq_len_kv, pairs, long_pairs)
         rows, found = (min(rows, CAUSAL_ROWS), replace(found, heads=1)) if is_causal else (rows, found)
     if needs_mask(problem):
-        items, heads = masks_apart(problem)
+        items, heads = problem.masks_apart
         per_row = max(1, (found.items if items else 1) * (found.heads if heads else 1) * dims.seq_len_kv)
         rows = min(rows, _most_rows(dims.seq_len_q, per_row, MASK_BLOCK_PAIRS, MASK_BLOCK_PAIRS))
     return replace(found, rows=rows)
@@ -99,15 +112,6 @@ def is_cut(problem: CanonicalProblem) -> bool:
     return not cut(problem).leaves_whole(problem.dims)
 
 
-def masks_apart(problem: CanonicalProblem) -> tuple[bool, bool]:
-    """Whether the mask differs between items, and between heads."""
-    masks = [mask for mask in _pair_masks(problem) if mask is not None]
-    return (
-        problem.is_ragged or any(mask.shape[0] > 1 for mask in masks),
-        any(mask.shape[1] > 1 for mask in masks),
-    )
-
-
 def is_band(problem: CanonicalProblem) -> bool:
     """Whether the distance of query and key alone says what is forbidden."""
     return not problem.is_ragged and not problem.has_pair_masks and not problem.forbids_nothing
@@ -119,10 +123,6 @@ def plain(query: Tensor, key: Tensor, value: Tensor, *, scale: float, is_causal:
         query, key, value, dropout_p=0.0, is_causal=is_causal, scale=scale, enable_gqa=shares_heads
     )
     return context.add_(SIGNLESS_ZERO) if is_causal else context
-
-
-def _pair_masks(problem: CanonicalProblem) -> tuple[Tensor | None, ...]:
-    return problem.allow_mask, problem.block_mask, problem.bias
 
 
 def attend(
@@ -148,7 +148,7 @@ def attend(
     marks = None
     if needs_mask(problem):
         marks = torch.empty(dims.batch, dims.num_heads, dims.seq_len_q, dtype=torch.bool, device=problem.device)
-    by_item, by_head = masks_apart(problem)
+    by_item, by_head = problem.masks_apart
     made: tuple[object, ...] | None = None
     mask = empty = None
     for items, heads, rows in size.blocks(dims, row_multiple=ROW_MULTIPLE):
@@ -168,6 +168,8 @@ def attend(
             context, lse = _call(part, mask, empty)
         for name, found in _asked(problem, context, lse).items():
             outputs[name][items, heads, rows] = found
+        # The old answer goes before a new one comes.
+        del context, lse, found
         if marks is not None:
             assert empty is not None
             marks[items, heads, rows] = empty

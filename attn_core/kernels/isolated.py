@@ -1,6 +1,6 @@
-"""The fused kernel on the numbers that it answers right, the manual one for the rows that attend others.
+"""Other kernels on the numbers that they answer right, the manual one for the rows that attend others.
 
-Both work on a few heads at a time, so that little memory is taken however many numbers are huge or not finite.
+They work on a few heads at a time, so that little memory is taken however many numbers are huge or not finite.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ import torch
 from torch import Tensor
 
 from attn_core.canonical import CanonicalProblem
-from attn_core.cut import Cut, even, even_runs
+from attn_core.cut import Cut, even
 from attn_core.errors import Checkpoint, never_abandoned
 from attn_core.hazards import Hazards, without_hazards
-from attn_core.kernels import fused, manual
-from attn_core.kernels.output import KernelOutput, new_output
+from attn_core.kernels import blocked, fused, manual, outputs_by_fused
+from attn_core.kernels.output import KernelOutput, named_outputs, new_output
 from attn_core.placement import ALIGNMENT_BYTES
+from attn_core.problem import SELECTABLE_BY_HEAD, SELECTABLE_BY_ROW, Dims
 
 PART_BYTES = 2**20
 """So much of query, key and value is copied at once; one group of heads at least."""
+EXACT_PAIRS = 2**17
+"""Blocks of the manual kernel are so small here: they count in the memory of every problem, and few need them."""
 FEW_ROWS = 32
 """On several threads the bits of so few float32 rows may tell which heads were computed beside them."""
 
@@ -40,6 +43,11 @@ def part_size(problem: CanonicalProblem, *, device_type: str | None = None) -> C
     if groups >= dims.num_kv_heads:
         return Cut(even(dims.batch, groups // dims.num_kv_heads), dims.num_heads, dims.seq_len_q)
     return Cut(1, dims.group_size * even(dims.num_kv_heads, groups), dims.seq_len_q)
+
+
+def exact_size(dims: Dims) -> Cut:
+    """How much the manual kernel answers at once of a part."""
+    return manual.cut(dims, dims.seq_len_q, pairs=EXACT_PAIRS)
 
 
 def _heads_are_aligned(problem: CanonicalProblem) -> bool:
@@ -75,7 +83,7 @@ def attend(
             output = fused_attend(without_hazards(part, hazards, checkpoint), checkpoint, like=problem)
         if own.any():
             nonfinite = torch.zeros_like(touched) if nonfinite is None else nonfinite
-            nonfinite[items, heads] = _put_exact(output.outputs, part, hazards, own, checkpoint, like=problem)
+            nonfinite[items, heads] = _put_exact(output.outputs, part, hazards, own, checkpoint)
         if size.leaves_whole(dims):
             return replace(output, nonfinite=nonfinite)
         for name, found in output.outputs.items():
@@ -94,26 +102,115 @@ def _put_exact(
     hazards: Hazards,
     touched: Tensor,
     checkpoint: Checkpoint,
-    *,
-    like: CanonicalProblem,
 ) -> Tensor:
     """Have the marked rows of the outputs by the manual kernel, and tell which of them are not finite.
 
-    A row has the bits of the block that it stands in when ``like`` is computed whole, whichever rows are marked beside
-    it: which these are may be told by keys that it may not attend.
+    Its blocks are computed one by one, each whole if any of its rows is marked: a row has the bits that follow from the
+    shape, whichever rows are marked beside it, for these may be told by keys that it may not attend.
     """
     dims = problem.dims
     nonfinite = torch.zeros_like(touched)
-    for rows in even_runs(dims.seq_len_q, manual.cut(like.dims, dims.seq_len_q).rows):
-        own = touched[:, :, rows]
+    for items, heads, rows in exact_size(dims).blocks(dims):
+        own = touched[items, heads, rows]
         if not own.any():
             continue
-        checkpoint()
-        part = problem.part(slice(0, dims.batch), slice(0, dims.num_heads), rows)
-        exact = manual.attend(part, hazards, checkpoint)
+        exact = manual.attend(problem.part(items, heads, rows), hazards, checkpoint)
         assert exact.nonfinite is not None
-        nonfinite[:, :, rows] = exact.nonfinite & own
+        nonfinite[items, heads, rows] = exact.nonfinite & own
         for name, found in outputs.items():
-            target = found[:, :, rows]
+            target = found[items, heads, rows]
             target.copy_(torch.where(own if name == "logsumexp" else own.unsqueeze(-1), exact.outputs[name], target))
     return nonfinite
+
+
+def attend_in_blocks(
+    problem: CanonicalProblem,
+    hazards: Hazards,
+    touched: Tensor | None,
+    checkpoint: Checkpoint = never_abandoned,
+    *,
+    fused_attend: Callable[..., KernelOutput] = fused.attend,
+) -> KernelOutput:
+    """Every output that the blocked kernel supports; the marked rows, None for none, attend hazardous numbers.
+
+    The context, and the logsumexp beside it, are the fused kernel's where it serves them.
+    """
+    if hazards.alibi:
+        # Slopes are everyone's.
+        touched = torch.ones(problem.query.shape[:3], dtype=torch.bool, device=problem.device)
+    outputs: dict[str, Tensor] = {}
+    empty = nonfinite = None
+    by_fused = outputs_by_fused(problem)
+    if by_fused:
+        own = replace(problem, outputs=by_fused, select_heads=None, select_rows=None)
+        if touched is None:
+            output = fused_attend(own, checkpoint)
+        else:
+            output = attend(own, hazards, touched, checkpoint, fused_attend=fused_attend)
+        outputs, empty, nonfinite = dict(output.outputs), output.empty, output.nonfinite
+    rest = replace(problem, outputs=tuple(name for name in problem.outputs if name not in by_fused))
+    covers_all_rows = empty is not None or problem.forbids_nothing
+    if rest.outputs:
+        output = blocked.attend(rest, hazards, touched, checkpoint)
+        outputs |= output.outputs
+        empty, covers_all_rows = (output.empty, True) if output.covers_all_rows else (empty, covers_all_rows)
+        if touched is not None:
+            exact = _put_exact_in_blocks(output.outputs, rest, hazards, touched, checkpoint)
+            nonfinite = exact if nonfinite is None else nonfinite | exact
+    return KernelOutput(
+        outputs={name: outputs[name] for name in named_outputs(problem)},
+        empty=empty,
+        nonfinite=nonfinite,
+        covers_all_rows=covers_all_rows,
+    )
+
+
+def _put_exact_in_blocks(
+    outputs: dict[str, Tensor],
+    problem: CanonicalProblem,
+    hazards: Hazards,
+    touched: Tensor,
+    checkpoint: Checkpoint,
+) -> Tensor:
+    """The same as ``_put_exact`` for outputs of which rows and heads may be selected; totals get the rows added."""
+    dims = problem.dims
+    nonfinite = torch.zeros_like(touched)
+    if problem.select_rows is not None and set(problem.outputs) <= SELECTABLE_BY_ROW:
+        of_any_use = torch.zeros(dims.seq_len_q, dtype=torch.bool, device=problem.device)
+        of_any_use[list(problem.select_rows)] = True
+        touched = touched & of_any_use
+    asked = tuple(dict.fromkeys(name.replace("weight_totals", "weights") for name in problem.outputs))
+    for items, heads, rows in exact_size(dims).blocks(dims):
+        own = touched[items, heads, rows]
+        if not own.any():
+            continue
+        part = replace(problem.part(items, heads, rows), outputs=asked, select_heads=None, select_rows=None)
+        exact = manual.attend(part, hazards, checkpoint)
+        assert exact.nonfinite is not None
+        nonfinite[items, heads, rows] = exact.nonfinite & own
+        for name, found in outputs.items():
+            by_head, by_row = name in SELECTABLE_BY_HEAD, name in SELECTABLE_BY_ROW
+            by_head, by_row = by_head or name == "top_keys", by_row or name == "top_keys"
+            for head in range(heads.start, heads.stop):
+                selected = problem.select_heads if by_head else None
+                if selected is not None and head not in selected:
+                    continue
+                place, at = head if selected is None else selected.index(head), head - heads.start
+                if name == "weight_totals":
+                    weights = exact.outputs["weights"][:, at].to(found.dtype)
+                    found[items, place] += weights.masked_fill(~own[:, at].unsqueeze(-1), 0.0).sum(dim=1)
+                    continue
+                to_rows, of_rows = _selected(problem.select_rows if by_row else None, rows)
+                marks = own[:, at][:, of_rows]
+                target = found[items, place][:, to_rows]
+                marks = marks.view(*marks.shape, *(1,) * (target.ndim - marks.ndim))
+                found[items, place, to_rows] = torch.where(marks, exact.outputs[name][:, at][:, of_rows], target)
+    return nonfinite
+
+
+def _selected(selected: tuple[int, ...] | None, run: slice) -> tuple[slice | list[int], slice | list[int]]:
+    """Where in an output the rows of a run stand, and which rows of the run these are."""
+    if selected is None:
+        return run, slice(None)
+    pairs = [(place, row - run.start) for place, row in enumerate(selected) if run.start <= row < run.stop]
+    return [place for place, _ in pairs], [row for _, row in pairs]

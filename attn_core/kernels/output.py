@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attn_core.canonical import CanonicalProblem
 from attn_core.numerics import EMPTY_CONTEXT, EMPTY_LOGSUMEXP, EMPTY_WEIGHT
+from attn_core.placement import in_huge_pages
 from attn_core.problem import SELECTABLE_BY_HEAD, SELECTABLE_BY_ROW
 
 
@@ -68,7 +69,7 @@ def new_output(problem: CanonicalProblem, name: str) -> Tensor:
     if name == "context" and not problem.query.is_contiguous() and problem.query.transpose(1, 2).is_contiguous():
         batch, heads, rows, width = shape
         return torch.empty(batch, rows, heads, width, dtype=dtype, device=problem.device).transpose(1, 2)
-    return torch.empty(shape, dtype=dtype, device=problem.device)
+    return in_huge_pages(torch.empty(shape, dtype=dtype, device=problem.device))
 
 
 def without_pairs(problem: CanonicalProblem) -> KernelOutput:

@@ -4,8 +4,11 @@ from attn_core.maths.context import weighted_context, weighted_context_of_allowe
 from attn_core.maths.heads import group_heads, merge_heads, split_heads, ungroup_heads
 from attn_core.maths.masks import (
     allowed_pairs,
+    attends_any,
+    bits_of,
     causal_mask,
     combine_masks,
+    fill_forbidden_,
     key_positions,
     length_mask,
     query_positions,
@@ -18,8 +21,11 @@ from attn_core.maths.softmax import masked_softmax, row_entropy, row_logsumexp
 __all__ = [
     "alibi_distances",
     "allowed_pairs",
+    "attends_any",
+    "bits_of",
     "causal_mask",
     "combine_masks",
+    "fill_forbidden_",
     "group_heads",
     "key_positions",
     "length_mask",

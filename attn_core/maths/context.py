@@ -7,7 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from attn_core.maths.heads import group_heads, ungroup_heads
+from attn_core.maths.heads import flat_groups, ungroup_heads
+
+PAIRS_AT_ONCE = 2**16
+"""So many pairs are looked at for what is not finite."""
 
 
 def weighted_context(weights: Tensor, value: Tensor) -> Tensor:
@@ -16,7 +19,8 @@ def weighted_context(weights: Tensor, value: Tensor) -> Tensor:
     weights ``[batch, num_heads, seq_len_q, seq_len_kv]``, value ``[batch, num_kv_heads, seq_len_kv, head_dim_v]``, one
     dtype; gives ``[batch, num_heads, seq_len_q, head_dim_v]``. The weights are taken as they are.
     """
-    return ungroup_heads(torch.matmul(group_heads(weights, value.shape[1]), value), weights.shape[1])
+    grouped = torch.bmm(flat_groups(weights, value.shape[1]), value.flatten(0, 1))
+    return ungroup_heads(grouped.view(*value.shape[:2], *grouped.shape[1:]), weights.shape[1])
 
 
 def weighted_context_of_allowed(weights: Tensor, value: Tensor, allowed: Tensor | None) -> Tensor:
@@ -25,8 +29,18 @@ def weighted_context_of_allowed(weights: Tensor, value: Tensor, allowed: Tensor 
     The finite part is multiplied as usual; what is not finite is counted per row among the allowed keys and
     selected in, by the rules of the sum: any NaN, 0 * inf, or infinities of both signs give NaN.
     """
-    finite = torch.isfinite(value)
-    context = weighted_context(weights, torch.where(finite, value, 0.0))
+    context = weighted_context(weights, torch.where(torch.isfinite(value), value, 0.0))
+    batch, num_heads, seq_len_q, seq_len_kv = weights.shape
+    size = max(1, PAIRS_AT_ONCE // max(1, batch * num_heads * seq_len_kv))
+    for start in range(0, seq_len_q, size):
+        rows = slice(start, start + size)
+        own = allowed if allowed is None or allowed.shape[-2] == 1 else allowed[..., rows, :]
+        _carry_infinities_(context[:, :, rows], weights[:, :, rows], value, own)
+    return context
+
+
+def _carry_infinities_(context: Tensor, weights: Tensor, value: Tensor, allowed: Tensor | None) -> None:
+    """Put into a context of finite values what the others bring."""
     pairs = torch.ones_like(weights) if allowed is None else allowed.expand_as(weights).to(weights.dtype)
 
     def touched(by: Tensor, where: Tensor) -> Tensor:
@@ -37,6 +51,5 @@ def weighted_context_of_allowed(weights: Tensor, value: Tensor, allowed: Tensor 
     carried = pairs.mul_(weights > 0)
     up = touched(carried, torch.isposinf(value))
     down = touched(carried, torch.isneginf(value))
-    undefined = undefined | (up & down)
-    context = context.masked_fill(up, math.inf).masked_fill(down, -math.inf)
-    return context.masked_fill(undefined, math.nan)
+    undefined |= up & down
+    context.masked_fill_(up, math.inf).masked_fill_(down, -math.inf).masked_fill_(undefined, math.nan)

@@ -31,6 +31,12 @@ def group_heads(per_query_head: Tensor, num_kv_heads: int) -> Tensor:
     return per_query_head.reshape(batch, num_kv_heads, num_heads // num_kv_heads * rows, width)
 
 
+def flat_groups(per_query_head: Tensor, num_kv_heads: int) -> Tensor:
+    """The same with all items and heads on one axis: ``[batch * num_kv_heads, group_size * rows, width]``."""
+    batch, num_heads, rows, width = per_query_head.shape
+    return per_query_head.reshape(batch * num_kv_heads, num_heads // num_kv_heads * rows, width)
+
+
 def ungroup_heads(grouped: Tensor, num_heads: int) -> Tensor:
     """Undoes ``group_heads``: ``[batch, num_heads, rows, width]``."""
     batch, num_kv_heads, rows, width = grouped.shape

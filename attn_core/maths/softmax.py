@@ -7,24 +7,29 @@ import math
 import torch
 from torch import Tensor
 
+from attn_core.maths.masks import fill_forbidden_
 
-def masked_softmax(logits: Tensor, allowed: Tensor | None = None, sinks: Tensor | None = None) -> Tensor:
+
+def masked_softmax(
+    logits: Tensor, allowed: Tensor | None = None, sinks: Tensor | None = None, *, out: Tensor | None = None
+) -> Tensor:
     """exp(logits - logsumexp) over the last axis, in the dtype of logits.
 
-    ``logits`` are -inf at forbidden pairs. Where ``allowed`` is False the weight is exactly 0, in rows without
-    any allowed key too. A row whose allowed logits have no softmax (NaN, +inf, or all of them overflowed to
-    -inf) is NaN at its allowed pairs. ``sinks`` ``[num_heads]`` join the denominator of their head.
+    ``logits`` are -inf at forbidden pairs. Where ``allowed`` (booleans, or ``bits_of`` them) is False the weight is
+    exactly 0, in rows without any allowed key too. A row whose allowed logits have no softmax (NaN, +inf, or all of
+    them overflowed to -inf) is NaN at its allowed pairs. ``sinks`` ``[num_heads]`` join the denominator of their head.
+    ``out`` is written where it is given, and may be logits itself.
     """
     if sinks is None:
-        weights = torch.softmax(logits, dim=-1)
+        weights = torch.softmax(logits, dim=-1, out=out)
     else:
         sink = sinks.to(logits.dtype).view(1, -1, 1, 1)
         top = torch.maximum(logits.amax(dim=-1, keepdim=True), sink)
-        weights = torch.exp(logits - top)
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + torch.exp(sink - top))
+        weights = torch.sub(logits, top, out=out).exp_()
+        weights.div_(weights.sum(dim=-1, keepdim=True) + torch.exp(sink - top))
     if allowed is not None:
         # Empty rows come out of softmax as NaN, and so do the forbidden pairs of a NaN row.
-        weights = weights.masked_fill(~allowed, 0.0)
+        fill_forbidden_(weights, allowed, 0.0)
     return weights
 
 
@@ -46,6 +51,7 @@ def row_logsumexp(logits: Tensor, empty: Tensor | None = None, sinks: Tensor | N
 
 def row_entropy(weights: Tensor) -> Tensor:
     """-sum(w ln w) over the last axis, 0 ln 0 = 0, nats: ``[batch, num_heads, rows]``."""
-    terms: Tensor = torch.special.entr(weights)
+    # A weight too small for a normal number adds nothing that could be told from 0.
+    terms = weights.clamp_min(torch.finfo(weights.dtype).tiny).log_().mul_(weights)
     # Of a weight of 1 the term is -0.
-    return terms.sum(dim=-1) + 0.0
+    return 0.0 - terms.sum(dim=-1)

@@ -28,7 +28,12 @@ from attn_core.validate.attention import (
     spec_of,
 )
 from attn_core.validate.gradients import find_gradients_faults
-from attn_core.validate.layer import find_layer_faults, find_layer_gradients_faults, layer_lengths
+from attn_core.validate.layer import (
+    find_layer_faults,
+    find_layer_gradients_faults,
+    find_parameters_faults,
+    layer_lengths,
+)
 
 __all__ = [
     "MAX_OFFSET",
@@ -40,6 +45,7 @@ __all__ = [
     "find_gradients_faults",
     "find_layer_faults",
     "find_layer_gradients_faults",
+    "find_parameters_faults",
     "find_value_faults",
     "find_weighted_sum_faults",
     "known_lengths",
@@ -92,6 +98,10 @@ def check_values(problem: Problem) -> None:
         case LayerProblem() | LayerGradientsProblem():
             specs = {name: spec_of(tensor) for name, tensor in problem.tensors().items()}
             lengths = layer_lengths(specs)
-    faults = find_value_faults(problem.tensors(), seq_len_q=lengths[0], seq_len_kv=lengths[1])
+    tensors = problem.tensors()
+    if "input" in tensors:
+        # It says which numbers the arithmetic can hold, as query does.
+        tensors["query"] = tensors["input"]
+    faults = find_value_faults(tensors, seq_len_q=lengths[0], seq_len_kv=lengths[1])
     if faults:
         raise InvalidProblem(faults)

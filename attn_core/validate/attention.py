@@ -371,6 +371,7 @@ def _check_path(
             softcap=options.softcap is not None,
             sinks="sinks" in specs,
             alibi_slopes="alibi_slopes" in specs,
+            selects=options.select_heads is not None or options.select_rows is not None,
         )
         if reason is not None:
             faults.append(Fault("path", path_expectation(options.path, reason), options.path))

@@ -34,6 +34,7 @@ def info_of(answer: Answer) -> dict[str, Any]:
         nonfinite_rows=result.nonfinite_rows,
         peak_bytes=answer.needed_bytes,
         flops=result.flops,
+        verification=result.verification,
     )
 
 

@@ -30,10 +30,16 @@ from service.statistics import Statistics
 from service.telemetry import Metrics
 from service.wire import open_inference_json, safetensors_format
 from service.wire.plain_recipes import MAX_HEADER_BYTES, InferenceTemplate, PlainRecipe, PlainRecipes, split_id
-from service.wire.requests import ATTENTION, WEIGHTED_SUM, Call
+from service.wire.requests import ATTENTION, GRADIENTS, LAYER, LAYER_GRADIENTS, WEIGHTED_SUM, Call
 from service.wire.tensors import bytes_of, memory_of
 
-CALLS: Mapping[bytes, Call] = {b"/v1/attention": ATTENTION, b"/v1/weighted_sum": WEIGHTED_SUM}
+CALLS: Mapping[bytes, Call] = {
+    b"/v1/attention": ATTENTION,
+    b"/v1/attention/gradients": GRADIENTS,
+    b"/v1/weighted_sum": WEIGHTED_SUM,
+    b"/v1/layer": LAYER,
+    b"/v1/layer/gradients": LAYER_GRADIENTS,
+}
 Piece = bytes | memoryview
 _END_OF_HEAD = (
     b"%bcontent-length: %d\r\nx-request-id: %b\r\nserver-timing: read;dur=%.3f, parse;dur=%.3f, queue;dur=0.000, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import parse_qsl
@@ -53,8 +53,11 @@ def joined_headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
     return joined
 
 
-def negotiate(headers: Mapping[str, str]) -> Negotiated:
-    """Read the four headers that decide about forms. Raises: MediaTypeNotServed, NotAcceptable."""
+def negotiate(headers: Mapping[str, str], *, answers: Sequence[str] = FORMS) -> Negotiated:
+    """Read the four headers that decide about forms; ``answers`` are those there may be of an answer.
+
+    Raises: MediaTypeNotServed, NotAcceptable.
+    """
     request_form = headers.get("content-type", "").split(";", 1)[0].strip().lower()
     if request_form not in FORMS:
         fault = Fault("Content-Type", " or ".join(FORMS), headers.get("content-type") or "nothing")
@@ -69,19 +72,19 @@ def negotiate(headers: Mapping[str, str]) -> Negotiated:
         raise MediaTypeNotServed(f"the content encoding must be {fault.expected}", faults=[fault])
     return Negotiated(
         request_form=request_form,
-        answer_form=answer_form(headers.get("accept"), request_form),
+        answer_form=answer_form(headers.get("accept"), request_form, answers),
         body_is_gzipped=encoding.endswith("gzip"),
         accepts_gzip=accepts_gzip(headers.get("accept-encoding", "")),
     )
 
 
-def answer_form(accept: str | None, request_form: str) -> str:
-    """The form that ``Accept`` asks for, else the request's. Raises: NotAcceptable."""
+def answer_form(accept: str | None, request_form: str, forms: Sequence[str] = FORMS) -> str:
+    """The one of ``forms`` that ``Accept`` asks for, else the request's or the first. Raises: NotAcceptable."""
     if accept is None or not accept.strip():
-        return request_form
+        return request_form if request_form in forms else forms[0]
     ranges = _weighted(accept)
     choices = []
-    for form in FORMS:
+    for form in forms:
         # Of the ranges that a form falls into the most exact one says how welcome it is.
         exactness = {form: 2, "application/*": 1, "*/*": 0}
         matching = [(exactness[name], quality) for name, quality in ranges if name in exactness]
@@ -89,7 +92,7 @@ def answer_form(accept: str | None, request_form: str) -> str:
             exact, quality = max(matching)
             choices.append((quality, exact, form == request_form, form))
     if not choices:
-        fault = Fault("Accept", " or ".join(FORMS), accept)
+        fault = Fault("Accept", " or ".join(forms), accept)
         raise NotAcceptable(f"answers are written as {fault.expected}", faults=[fault])
     return max(choices)[3]
 
@@ -140,10 +143,15 @@ def _weighted(header: str) -> Sequence[tuple[str, float]]:
     return entries
 
 
-def parameter_faults(query_string: bytes) -> list[Fault]:
-    """A fault for each parameter in the URL: options are members of the body, and nothing is ignored."""
-    names = [name for name, _ in parse_qsl(query_string.decode("latin-1"), keep_blank_values=True)]
-    expected = "no parameter in the URL; options stand in the body"
+def parameter_faults(
+    query_string: bytes,
+    *,
+    known: Container[str] = (),
+    expected: str = "no parameter in the URL; options stand in the body",
+) -> list[Fault]:
+    """A fault for each parameter in the URL that is not known: nothing is ignored."""
+    pairs = parse_qsl(query_string.decode("latin-1"), keep_blank_values=True)
+    names = [name for name, _ in pairs if name not in known]
     return [Fault(f"?{name[:100]}", expected, "one") for name in names[:MAX_FAULTS]]
 
 

@@ -105,16 +105,12 @@ class Inference:
         if ready_only and not is_ready:
             return []
         state = {"state": "READY"} if is_ready else {"state": "UNAVAILABLE", "reason": self.lifecycle.state.value}
-        return [{"name": model.name, "version": VERSION, **state} for model in self.models.all()]
+        return [{"name": name, "version": VERSION, **state} for name in self.models.names()]
 
     def model_statistics(self, name: str = "", version: str = "") -> dict[str, Any]:
         """As GET /v2/models[/M]/stats answers; without a name all of them. Raises: NotFound."""
-        models = [self.models.get(name, version)] if name else self.models.all()
-        return {
-            "model_stats": [
-                self.statistics.of(model.name).as_dict(name=model.name, version=VERSION) for model in models
-            ]
-        }
+        names = [self.models.get(name, version).name] if name else self.models.names()
+        return {"model_stats": [self.statistics.of(each).as_dict(name=each, version=VERSION) for each in names]}
 
     def check_shared_memory(self, *, is_loopback: bool) -> None:
         """Raises: NotServed where the extension is switched off, or for a caller on another machine."""
@@ -244,7 +240,12 @@ class Inference:
         return places[place]
 
     def answered(self, answer: InferenceAnswer, *, began: float, input_s: float, output_s: float) -> None:
-        """Count a request that was answered: reading took ``input_s`` and writing ``output_s``."""
+        """Count a request that was answered: reading took ``input_s`` and writing ``output_s``.
+
+        One of a layer that was deleted meanwhile counts nowhere, as its figures are gone.
+        """
+        if not self.models.has(answer.model.name):
+            return
         self.statistics.succeeded(
             answer.model.name,
             total_s=time.monotonic() - began,
@@ -256,7 +257,7 @@ class Inference:
 
     def failed(self, model: Model, error: BaseException, *, began: float) -> None:
         """Count a request that was taken and not answered; refusals count nowhere."""
-        if failure_of(error).name in FAILED:
+        if failure_of(error).name in FAILED and self.models.has(model.name):
             self.statistics.failed(model.name, total_s=time.monotonic() - began)
 
 

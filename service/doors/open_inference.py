@@ -62,10 +62,9 @@ class InferenceDoor:
     def router(self) -> APIRouter:
         """Every path; those with a version are not in the document, since they say the same."""
         router = APIRouter()
-        model_names = [model.name for model in self._inference.models.all()]
 
         def add(method: str, path: str, endpoint: Callable[[Request], Awaitable[Response]], **described: Any) -> None:
-            documented = document.route(path, model_names, **described) if described else {}
+            documented = document.route(path, **described) if described else {}
             router.add_api_route(path, endpoint, methods=[method], include_in_schema=bool(described), **documented)
 
         for version in ("", "/versions/{version}"):
@@ -137,7 +136,7 @@ class InferenceDoor:
         return self._inference.server_metadata()
 
     def _names(self, request: Request) -> dict[str, Any]:
-        return {"models": [model.name for model in self._inference.models.all()]}
+        return {"models": self._inference.models.names()}
 
     def _is_live(self, request: Request) -> dict[str, Any]:
         return {"live": True}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import fastapi_offline
 from fastapi import FastAPI, Request, Response
@@ -13,19 +14,31 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.json_schema import models_json_schema
 from starlette.staticfiles import StaticFiles
 
-from attn_core.problem import TENSOR_NAMES
+from attn_core.problem import PROJECTION_BIAS_NAMES, WEIGHT_NAMES
 from service.doors import openapi_inference
 from service.doors.exchange import OPEN_PATHS
 from service.doors.problem_details import MEDIA_TYPE as PROBLEM_MEDIA_TYPE
 from service.failures import FAILURES
 from service.wire import json_format, safetensors_format
 from service.wire.json_arrays import MASK_TENSORS, NUMBER_TENSORS
-from service.wire.options import AttentionCallOptions, CallOptions
+from service.wire.options import LayerGradientsCallOptions
+from service.wire.requests import (
+    ATTENTION,
+    GRADIENTS,
+    LAYER,
+    LAYER_GRADIENTS,
+    LAYER_PARAMETERS,
+    NAMED_LAYER,
+    NAMED_LAYER_GRADIENTS,
+    WEIGHTED_SUM,
+    Form,
+)
 
 DESCRIPTION = """\
 Attention and nothing else: POST query, key and value, get context, weights, scores, logits, log-sum-exps and more
-back. JSON (nested lists or base64) and safetensors, both ways, gzip both ways. Nothing that changes the numbers is
-guessed: where two conventions exist the name of the field says which, or the request is refused with both named.
+back, or their gradients; alone, or between the projections of a layer. JSON (nested lists or base64) and safetensors,
+both ways, gzip both ways. Nothing that changes the numbers is guessed: where two conventions exist the name of the
+field says which, or the request is refused with both named.
 """
 
 Axis = dict[str, Any]
@@ -59,7 +72,7 @@ class Info(BaseModel):
     path: str = Field(description="the kernel that ran")
     why: str = Field(description="the reason in a few words")
     device: str
-    dtype: str = Field(description="dtype of the query")
+    dtype: str = Field(description="dtype of the query, the weights or the layer's input")
     queue_ms: float
     compute_ms: float
     batch_requests: int = Field(description="requests that were computed together")
@@ -67,6 +80,13 @@ class Info(BaseModel):
     nonfinite_rows: int = Field(description="rows of one head each that came out with NaN or infinity")
     peak_bytes: int = Field(description="the memory that admission counted")
     flops: int
+    max_abs_error: float | Literal["Infinity"] | None = Field(
+        None, description="with verify: the largest difference from float64"
+    )
+    max_rel_error: float | Literal["Infinity"] | None = Field(
+        None, description="with verify: the same, over the largest float64 value of the row"
+    )
+    worst: str | None = Field(None, description='with verify: where it is, such as "context[0,3,17]"')
 
 
 class ProblemFault(BaseModel):
@@ -105,33 +125,62 @@ _MEANINGS = {
     "alibi_slopes": "float [H]; slope * |p(i) - j| is subtracted",
     "sinks": "float [H]; one more logit per head, in the denominator only",
     "weights": "[B,H,T,S] as given; rows need not add up to 1",
+    "grad_context": "shape and dtype of the context",
+    "grad_logsumexp": "[B,H,T], of the dtype of the logsumexp",
+    "input": "[B,T,E] or [T,E]",
+    "memory": "[B,S,M], from which keys and values come; else they come from input",
+    "w_query": "in_out: [E,H*D]; out_in: [H*D,E]",
+    "w_key": "in_out: [M,K*D], E for M without memory; out_in: [K*D,M]",
+    "w_value": "in_out: [M,K*V], E for M without memory; out_in: [K*V,M]",
+    "w_output": "in_out: [H*V,O]; out_in: [O,H*V]",
+    "b_query": "[H*D]",
+    "b_key": "[K*D]",
+    "b_value": "[K*V]",
+    "b_output": "[O]",
+    "grad_output": "[B,T,O], shape and dtype of the output",
 }
+_RANKS: dict[str, range] = {
+    **dict.fromkeys(("allow_mask", "block_mask", "bias"), range(1, 5)),
+    **dict.fromkeys(("key_lengths", "query_lengths", "query_offset", "alibi_slopes", "sinks"), range(1, 2)),
+    "grad_logsumexp": range(1, 4),
+    **dict.fromkeys(("input", "memory", "grad_output"), range(2, 4)),
+    **dict.fromkeys(WEIGHT_NAMES, range(2, 3)),
+    **dict.fromkeys(PROJECTION_BIAS_NAMES, range(1, 2)),
+}
+"""How many axes a tensor may have, where these are not 2 to 4."""
 
 
-def _tensor_field(name: str, *, required_value: bool) -> Any:
-    if name in MASK_TENSORS:
-        choices = _lists({"type": "boolean"}, range(1, 5))
-    elif name in ("alibi_slopes", "sinks"):
-        choices = _lists(_NUMBER, range(1, 2))
-    elif name in NUMBER_TENSORS:
-        choices = _lists(_NUMBER, range(1, 5) if name == "bias" else range(2, 5))
-    else:
-        choices = _lists({"type": "integer"}, range(1, 2))
-        if name == "query_offset":
-            choices.append({"type": "integer"})
+def _tensor_field(name: str, *, is_required: bool) -> Any:
+    items: Axis = {"type": "boolean"} if name in MASK_TENSORS else {"type": "integer"}
+    choices = _lists(_NUMBER if name in NUMBER_TENSORS else items, _RANKS.get(name, range(2, 5)))
+    if name == "query_offset":
+        choices.append({"type": "integer"})
     extra: dict[str, Any] = {"anyOf": [*choices, _REF]}
-    if name in ("query", "weights") or (name == "value" and required_value):
-        return Field(description=_MEANINGS[name], json_schema_extra=extra)
-    return Field(None, description=_MEANINGS[name], json_schema_extra=extra)
+    return Field(... if is_required else None, description=_MEANINGS[name], json_schema_extra=extra)
 
 
-def _body_model(title: str, tensors: tuple[str, ...], options: type[CallOptions]) -> type[BaseModel]:
-    fields: dict[str, Any] = {name: (Any, _tensor_field(name, required_value="weights" in tensors)) for name in tensors}
-    return create_model(title, __base__=options, **fields)
+def body_model(title: str, form: Form, *required: str) -> type[BaseModel]:
+    """The body of a form in JSON; ``required`` names tensors and options that are never left out."""
+    fields: dict[str, Any] = {name: (Any, _tensor_field(name, is_required=name in required)) for name in form.tensors}
+    for name in form.option_names:
+        if name in required:
+            option = form.options.model_fields[name]
+            # Absent is None in the model, so that its absence is a fault in our words.
+            (annotation,) = set(get_args(option.annotation)) - {type(None)}
+            least = 1 if annotation is int else None
+            fields[name] = (annotation, Field(..., description=option.description, ge=least))
+    return create_model(title, __base__=form.options, **fields)
 
 
-AttentionBody = _body_model("AttentionBody", TENSOR_NAMES, AttentionCallOptions)
-WeightedSumBody = _body_model("WeightedSumBody", ("weights", "value"), CallOptions)
+_LAYER_REQUIRED = ("input", *WEIGHT_NAMES, "num_heads", "weight_layout")
+AttentionBody = body_model("AttentionBody", ATTENTION, "query")
+GradientsBody = body_model("GradientsBody", GRADIENTS, "query")
+WeightedSumBody = body_model("WeightedSumBody", WEIGHTED_SUM, "weights", "value")
+LayerBody = body_model("LayerBody", LAYER, *_LAYER_REQUIRED)
+LayerGradientsBody = body_model("LayerGradientsBody", LAYER_GRADIENTS, *_LAYER_REQUIRED, "grad_output")
+NamedLayerBody = body_model("NamedLayerBody", NAMED_LAYER, "input")
+NamedLayerGradientsBody = body_model("NamedLayerGradientsBody", NAMED_LAYER_GRADIENTS, "input", "grad_output")
+LayerParametersBody = body_model("LayerParametersBody", LAYER_PARAMETERS, *WEIGHT_NAMES, "num_heads", "weight_layout")
 
 SIX_VECTORS = [
     [0.43, 0.15, 0.89],
@@ -171,6 +220,48 @@ ATTENTION_EXAMPLES: dict[str, Any] = {
         "value": {"query": [[1, 2]], "key": [[1, 2, 3]], "value": [[1]], "is_casual": True},
     },
 }
+_TWO_KEYS: dict[str, Any] = {"query": [[1]], "key": [[0.5], [-0.5]], "value": [[1], [3]], "scale": 1}
+GRADIENTS_EXAMPLES: dict[str, Any] = {
+    "one query": {
+        "summary": "One query, two keys, and the gradients on the way",
+        "value": {
+            **_TWO_KEYS,
+            "grad_context": [[1]],
+            "outputs": ["grad_query", "grad_key", "grad_value", "grad_weights", "grad_logits"],
+        },
+    },
+    "of the logsumexp": {
+        "summary": "The gradient of the logsumexp alone",
+        "value": {**_TWO_KEYS, "grad_logsumexp": [1]},
+    },
+}
+_UNIT = [[1, 0], [0, 1]]
+_TWO_HEADS: dict[str, Any] = {
+    "input": _UNIT,
+    "w_query": _UNIT,
+    "w_key": _UNIT,
+    "w_value": _UNIT,
+    "w_output": [[1, 1], [0, 2]],
+    "weight_layout": "in_out",
+    "num_heads": 2,
+    "causal": True,
+}
+LAYER_EXAMPLES: dict[str, Any] = {
+    "two heads": {
+        "summary": "Two heads of width 1, causal, weights as the papers write them",
+        "value": {**_TWO_HEADS, "outputs": ["output", "context", "weights"]},
+    },
+    "without weight_layout": {
+        "summary": "Refused: which way the weights lie is never guessed",
+        "value": {name: value for name, value in _TWO_HEADS.items() if name != "weight_layout"},
+    },
+}
+LAYER_GRADIENTS_EXAMPLES: dict[str, Any] = {
+    "two heads": {
+        "summary": "Of everything given",
+        "value": {**_TWO_HEADS, "grad_output": [[1, 0], [0, 1]]},
+    },
+}
 WEIGHTED_SUM_EXAMPLES: dict[str, Any] = {
     "one row": {
         "summary": "Weights given by hand",
@@ -179,7 +270,7 @@ WEIGHTED_SUM_EXAMPLES: dict[str, Any] = {
 }
 
 
-def _answer_model(title: str, outputs: dict[str, str]) -> type[BaseModel]:
+def answer_model(title: str, outputs: dict[str, str]) -> type[BaseModel]:
     fields: dict[str, Any] = {}
     for name, shape in outputs.items():
         choices: Any = [{"type": "array"}, _REF]
@@ -187,24 +278,48 @@ def _answer_model(title: str, outputs: dict[str, str]) -> type[BaseModel]:
     return create_model(title, info=(Info, ...), **fields)
 
 
-AttentionAnswer = _answer_model(
-    "AttentionAnswer",
+_PER_PAIR = {
+    "weights": "[B,H,T,S]",
+    "scores": "[B,H,T,S], unscaled, for every pair",
+    "logits": "[B,H,T,S], -inf at forbidden pairs",
+    "logsumexp": "[B,H,T], natural log",
+    "entropy": "[B,H,T], nats",
+    "top_weights": "[B,H,T,k], largest first",
+    "top_keys": "[B,H,T,k], int64; -1 where fewer keys are allowed",
+    "weight_totals": "[B,H,S], the weight each key got from all query rows",
+}
+AttentionAnswer = answer_model("AttentionAnswer", {"context": "as query, the last axis V", **_PER_PAIR})
+GradientsAnswer = answer_model(
+    "GradientsAnswer",
     {
-        "context": "as query, the last axis V",
-        "weights": "[B,H,T,S]",
-        "scores": "[B,H,T,S], unscaled, for every pair",
-        "logits": "[B,H,T,S], -inf at forbidden pairs",
-        "logsumexp": "[B,H,T], natural log",
-        "entropy": "[B,H,T], nats",
-        "top_weights": "[B,H,T,k], largest first",
-        "top_keys": "[B,H,T,k], int64; -1 where fewer keys are allowed",
-        "weight_totals": "[B,H,S], the weight each key got from all query rows",
+        "grad_query": "as query; where key = value = query the sum of its three uses",
+        "grad_key": "as key",
+        "grad_value": "as value",
+        "grad_bias": "as bias, summed over what it broadcast",
+        "grad_sinks": "as sinks",
+        "grad_weights": "[B,H,T,S], 0 at forbidden pairs",
+        "grad_logits": "[B,H,T,S], of the logits after softcap, 0 at forbidden pairs",
     },
 )
-WeightedSumAnswer = _answer_model("WeightedSumAnswer", {"context": "[B,H,T,V]"})
+WeightedSumAnswer = answer_model("WeightedSumAnswer", {"context": "[B,H,T,V]"})
+LayerAnswer = answer_model(
+    "LayerAnswer",
+    {
+        "output": "[B,T,O]",
+        "query": "[B,H,T,D], projected and split",
+        "key": "[B,K,S,D], projected and split",
+        "value": "[B,K,S,V], projected and split",
+        "context": "[B,T,H*V], heads merged, before w_output",
+        **_PER_PAIR,
+    },
+)
+LayerGradientsAnswer = answer_model(
+    "LayerGradientsAnswer",
+    {name: f"as {name.removeprefix('grad_')}, where it was given" for name in LayerGradientsCallOptions.output_names},
+)
 
 
-def _route(summary: str, description: str, body: str, answer: str, examples: dict[str, Any]) -> dict[str, Any]:
+def computing_route(summary: str, description: str, body: str, answer: str, examples: dict[str, Any]) -> dict[str, Any]:
     problem = {"content": {PROBLEM_MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemDetails"}}}}
     responses: dict[int | str, dict[str, Any]] = {
         200: {
@@ -239,7 +354,7 @@ def _route(summary: str, description: str, body: str, answer: str, examples: dic
     }
 
 
-ATTENTION_ROUTE = _route(
+ATTENTION_ROUTE = computing_route(
     "Attention",
     "softmax(scale * query @ key^T, masked) @ value, and every step of it on request. In safetensors the options are "
     "JSON text in the metadata entry `options`.",
@@ -247,12 +362,35 @@ ATTENTION_ROUTE = _route(
     "AttentionAnswer",
     ATTENTION_EXAMPLES,
 )
-WEIGHTED_SUM_ROUTE = _route(
+WEIGHTED_SUM_ROUTE = computing_route(
     "Weighted sum",
     "weights @ value by the plain product, the weights taken as they are.",
     "WeightedSumBody",
     "WeightedSumAnswer",
     WEIGHTED_SUM_EXAMPLES,
+)
+GRADIENTS_ROUTE = computing_route(
+    "Gradients of an attention",
+    "Of sum(grad_context * context) + sum(grad_logsumexp * logsumexp), one of the two or both given. Each gradient has "
+    "the shape and dtype of its tensor; absent outputs ask for every one that is defined.",
+    "GradientsBody",
+    "GradientsAnswer",
+    GRADIENTS_EXAMPLES,
+)
+LAYER_ROUTE = computing_route(
+    "Attention between projections",
+    "A multi-head layer with its weights in the request. weight_layout says which way they lie: in_out is y = x W, "
+    "out_in is y = x W^T, as nn.Linear stores.",
+    "LayerBody",
+    "LayerAnswer",
+    LAYER_EXAMPLES,
+)
+LAYER_GRADIENTS_ROUTE = computing_route(
+    "Gradients of a layer",
+    "Of sum(grad_output * output), by everything that was given; each lies as its tensor does.",
+    "LayerGradientsBody",
+    "LayerGradientsAnswer",
+    LAYER_GRADIENTS_EXAMPLES,
 )
 SERVICE_ROUTE: dict[str, Any] = {"summary": "Version, device, dtypes, limits", "tags": ["operations"]}
 
@@ -264,7 +402,26 @@ KEY_SCHEMES: dict[str, Any] = {
 """Either is enough, where keys are set."""
 
 
-def install(app: FastAPI, *, asks_for_keys: bool) -> None:
+MODELS: tuple[type[BaseModel], ...] = (
+    AttentionBody,
+    GradientsBody,
+    WeightedSumBody,
+    LayerBody,
+    LayerGradientsBody,
+    NamedLayerBody,
+    NamedLayerGradientsBody,
+    LayerParametersBody,
+    AttentionAnswer,
+    GradientsAnswer,
+    WeightedSumAnswer,
+    LayerAnswer,
+    LayerGradientsAnswer,
+    TensorObject,
+    ProblemDetails,
+)
+
+
+def install(app: FastAPI, *, asks_for_keys: bool, more_models: Sequence[type[BaseModel]] = ()) -> None:
     """Serve /openapi.json with the models' schemas, and /docs from files on this machine."""
 
     def document() -> dict[str, Any]:
@@ -272,15 +429,7 @@ def install(app: FastAPI, *, asks_for_keys: bool) -> None:
             schema = get_openapi(
                 title=app.title, version=app.version, description=app.description, routes=app.routes, summary=None
             )
-            native: tuple[type[BaseModel], ...] = (
-                AttentionBody,
-                WeightedSumBody,
-                AttentionAnswer,
-                WeightedSumAnswer,
-                TensorObject,
-                ProblemDetails,
-            )
-            models = (*native, *openapi_inference.MODELS)
+            models = (*MODELS, *openapi_inference.MODELS, *more_models)
             _, definitions = models_json_schema(
                 [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
             )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from service.failures import FAILURES
+from service.layer_store import NAME_PATTERN
 from service.wire import open_inference_json
+from service.wire.inference_models import BUILT_IN
 
 TAG = "open inference protocol"
 _DATATYPES: list[Any] = ["FP32", "FP64", "FP16", "BF16", "BOOL", "INT64"]
@@ -55,7 +56,7 @@ class InferenceBody(BaseModel):
 
     id: str | None = Field(None, description="echoed")
     parameters: dict[str, Any] | None = Field(
-        None, description="the options of attention, and the protocol's own", json_schema_extra=_PARAMETERS
+        None, description="the options of the model, and the protocol's own", json_schema_extra=_PARAMETERS
     )
     inputs: list[InferenceInputBody]
     outputs: list[InferenceOutputBody] | None = Field(None, description="all of them where none is named")
@@ -119,7 +120,34 @@ INFER_EXAMPLES: dict[str, Any] = {
             "outputs": [{"name": "context"}, {"name": "weights"}, {"name": "logsumexp"}],
         },
     },
-}
+    "gradients": {
+        "summary": "Gradients of query, key and value; the model is attention_gradients",
+        "value": {
+            "parameters": {"scale": 1},
+            "inputs": [
+                {"name": name, "shape": [1, 1, len(data), 1], "datatype": "FP32", "data": data}
+                for name, data in (
+                    ("query", [1]), ("key", [0.5, -0.5]), ("value", [1, 3]), ("grad_context", [1]),
+                )
+            ],
+        },
+    },
+    "layer": {
+        "summary": "Two heads of width 1 between projections; the model is layer",
+        "value": {
+            "parameters": {"num_heads": 2, "weight_layout": "in_out", "causal": True},
+            "inputs": [
+                {"name": name, "shape": shape, "datatype": "FP32", "data": data}
+                for name, shape, data in (
+                    ("input", [1, 2, 2], [1, 0, 0, 1]), ("w_query", [2, 2], [1, 0, 0, 1]),
+                    ("w_key", [2, 2], [1, 0, 0, 1]), ("w_value", [2, 2], [1, 0, 0, 1]),
+                    ("w_output", [2, 2], [1, 1, 0, 2]),
+                )
+            ],
+            "outputs": [{"name": "output"}, {"name": "weights"}],
+        },
+    },
+}  # fmt: skip
 
 
 def _about(summary: str, description: str = "", **more: Any) -> dict[str, Any]:
@@ -135,7 +163,7 @@ MODEL_READY = _about("Whether a model takes requests")
 CONFIGURATION = _about("The configuration of a model")
 STATISTICS = _about("What a model has done")
 ALL_STATISTICS = _about("What all models have done")
-LOAD = _about("Refused: models are there from the start")
+LOAD = _about("Refused: models are there from the start, and layers as long as they are kept")
 REGIONS = _about("The regions of shared memory", "Where the server's settings allow it, for callers on its machine.")
 UNREGISTER = _about("Forget a region of shared memory, or all")
 REGISTER = _about(
@@ -146,9 +174,9 @@ REGISTER = _about(
 INDEX = _about("The models and their states", "The body may be empty.", body={"type": "object"})
 INFER = _about(
     "Inference",
-    "Attention by a model of this protocol. Tensors stand in the JSON, follow it in binary (then the header "
-    "`Inference-Header-Content-Length` gives the length of the JSON, and the answer has it likewise), or lie in shared "
-    "memory. gzip and deflate both ways.",
+    "Attention, its gradients or a layer, by a model of this protocol. Tensors stand in the JSON, follow it in binary "
+    "(then the header `Inference-Header-Content-Length` gives the length of the JSON, and the answer has it likewise), "
+    "or lie in shared memory. gzip and deflate both ways.",
     body={"$ref": "#/components/schemas/InferenceBody"},
     answer={"$ref": "#/components/schemas/InferenceAnswerBody"},
     examples=INFER_EXAMPLES,
@@ -156,9 +184,17 @@ INFER = _about(
 )
 
 
+_MODEL: dict[str, Any] = {
+    "name": "model",
+    "in": "path",
+    "required": True,
+    "description": "a model, or a layer that is kept by this name",
+    "schema": {"type": "string", "anyOf": [{"enum": list(BUILT_IN)}, {"pattern": f"^{NAME_PATTERN}$"}]},
+}
+
+
 def route(
     path: str,
-    model_names: Sequence[str],
     *,
     summary: str,
     description: str,
@@ -179,8 +215,7 @@ def route(
         responses.setdefault(failure.inference, {"description": failure.title, **refused})
     extra: dict[str, Any] = {"parameters": []}
     if "{model}" in path:
-        schema = {"type": "string", "enum": list(model_names)}
-        extra["parameters"].append({"name": "model", "in": "path", "required": True, "schema": schema})
+        extra["parameters"].append(_MODEL)
     if "{region}" in path:
         schema = {"type": "string"}
         extra["parameters"].append({"name": "region", "in": "path", "required": True, "schema": schema})

@@ -10,16 +10,17 @@ from typing import Any
 import torch
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from attn_core.errors import Fault
 from attn_core.prepared import Prepared
-from attn_core.problem import OUTPUTS
+from attn_core.problem import GRADIENT_OUTPUTS, LAYER_GRADIENT_OUTPUTS, LAYER_OUTPUTS, OUTPUTS, LayerParameters
 from attn_core.support import PATHS
 from service.admission import Admission, BytePermit
 from service.attend import Attend
 from service.authentication import Authentication
 from service.deadline import Deadline
-from service.doors import health, openapi
+from service.doors import health, openapi, openapi_layers, plan
 from service.doors.answers import count_answer, gzipped, info_of, is_worth_gzip
 from service.doors.body import (
     Negotiated,
@@ -31,9 +32,11 @@ from service.doors.body import (
 )
 from service.doors.exchange import ExchangeLayer
 from service.doors.inference import Inference
+from service.doors.layers import LayersDoor
 from service.doors.open_inference import InferenceDoor
 from service.doors.serving import Pieces, PiecesResponse, Serving, exchange_of, refusal
 from service.errors import REFUSAL_REASONS, MethodNotServed, NotFound
+from service.layer_store import LayerStore
 from service.lifecycle import Lifecycle
 from service.request_queue import Answer
 from service.telemetry import Metrics
@@ -41,7 +44,17 @@ from service.text_workers import TextWorkers
 from service.wire import json_arrays, json_format, safetensors_format
 from service.wire.arrays import FLOAT_NAMES, MAX_RANK, Buffer
 from service.wire.plain_recipes import PlainRecipes
-from service.wire.requests import ATTENTION, WEIGHTED_SUM, Call, DecodedRequest, ReadLimits
+from service.wire.requests import (
+    ATTENTION,
+    GRADIENTS,
+    LAYER,
+    LAYER_GRADIENTS,
+    WEIGHTED_SUM,
+    Call,
+    DecodedRequest,
+    NamedCall,
+    ReadLimits,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +85,7 @@ class Parts:
     text_workers: TextWorkers
     inference: Inference
     recipes: PlainRecipes
+    layers: LayerStore
 
 
 def build_app(parts: Parts) -> ExchangeLayer:
@@ -91,7 +105,30 @@ def build_app(parts: Parts) -> ExchangeLayer:
         metrics=parts.metrics,
         text_workers=parts.text_workers,
     )
-    app.include_router(_RestDoor(parts, serving).router())
+    rest = _RestDoor(parts, serving)
+    app.include_router(rest.router())
+    planning = plan.PlanDoor(
+        serving,
+        attend=parts.attend,
+        admission=parts.admission,
+        read=parts.limits.read,
+        device=parts.device,
+        max_body_bytes=parts.limits.max_body_bytes,
+        max_json_bytes=parts.limits.max_json_bytes,
+        default_timeout_s=parts.limits.default_timeout_s,
+    )
+    app.include_router(planning.router())
+    layers = LayersDoor(
+        parts.layers,
+        serving,
+        compute=rest.serve,
+        admission=parts.admission,
+        read=parts.limits.read,
+        max_body_bytes=parts.limits.max_body_bytes,
+        max_json_bytes=parts.limits.max_json_bytes,
+        default_timeout_s=parts.limits.default_timeout_s,
+    )
+    app.include_router(layers.router())
     inference = InferenceDoor(
         parts.inference,
         serving,
@@ -103,7 +140,8 @@ def build_app(parts: Parts) -> ExchangeLayer:
     )
     app.include_router(inference.router())
     app.include_router(health.router(parts.lifecycle, parts.metrics))
-    openapi.install(app, asks_for_keys=parts.authentication.is_required)
+    more_models = (*openapi_layers.MODELS, *plan.MODELS)
+    openapi.install(app, asks_for_keys=parts.authentication.is_required, more_models=more_models)
     app.add_exception_handler(HTTPException, _routing_error)
     routes = frozenset(app.openapi()["paths"]) | {"/docs", "/openapi.json"}
     parts.metrics.prepare(routes=routes, paths=PATHS, reasons=REFUSAL_REASONS)
@@ -117,14 +155,25 @@ def build_app(parts: Parts) -> ExchangeLayer:
     )
 
 
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+
+
 async def _routing_error(request: Request, error: Exception) -> Response:
     """What the router itself refuses, in the form of all other refusals."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        allow = (error.headers or {}).get("Allow", "")
+        allow = ", ".join(sorted(_methods_of(request)))
         message = f"{request.url.path} takes {allow}, not {request.method}"
         return refusal(request, MethodNotServed(message, allow=allow))
     return refusal(request, NotFound(f"there is no {request.url.path[:200]}"))
+
+
+def _methods_of(request: Request) -> set[str]:
+    """What the path takes, by whichever route."""
+    # A router that is included has no methods of its own to be read: each is tried.
+    scopes = {method: {**request.scope, "method": method} for method in _METHODS}
+    routes = request.app.routes
+    return {m for m, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)}
 
 
 class _RestDoor:
@@ -134,25 +183,25 @@ class _RestDoor:
 
     def router(self) -> APIRouter:
         router = APIRouter()
-        router.add_api_route(
-            "/v1/attention",
-            self._endpoint(ATTENTION),
-            methods=["POST"],
-            **openapi.ATTENTION_ROUTE,
-        )
-        router.add_api_route(
-            "/v1/weighted_sum",
-            self._endpoint(WEIGHTED_SUM),
-            methods=["POST"],
-            **openapi.WEIGHTED_SUM_ROUTE,
-        )
+        calls: dict[str, tuple[Call, dict[str, Any]]] = {
+            "/v1/attention": (ATTENTION, openapi.ATTENTION_ROUTE),
+            "/v1/attention/gradients": (GRADIENTS, openapi.GRADIENTS_ROUTE),
+            "/v1/weighted_sum": (WEIGHTED_SUM, openapi.WEIGHTED_SUM_ROUTE),
+            "/v1/layer": (LAYER, openapi.LAYER_ROUTE),
+            "/v1/layer/gradients": (LAYER_GRADIENTS, openapi.LAYER_GRADIENTS_ROUTE),
+        }
+        for path, (call, described) in calls.items():
+            router.add_api_route(path, self._endpoint(call), methods=["POST"], **described)
         router.add_api_route("/v1", self._describe_service, methods=["GET"], **openapi.SERVICE_ROUTE)
         return router
 
     def _endpoint(self, call: Call) -> Callable[[Request], Awaitable[Response]]:
-        return self._serving.endpoint(functools.partial(self._serve, call))
+        return self._serving.endpoint(functools.partial(self.serve, call))
 
-    async def _serve(self, call: Call, request: Request) -> Response:
+    async def serve(
+        self, call: Call | NamedCall, request: Request, *, stored: LayerParameters | None = None
+    ) -> Response:
+        """Decode, attend, encode; ``stored`` is the layer of a named call. Raises: whatever a refusal says."""
         parts, exchange, headers = self._parts, exchange_of(request), joined_headers(request.scope["headers"])
         deadline = Deadline(exchange.began + parts.limits.default_timeout_s)
         with self._serving.inside() as (permit, inside):
@@ -170,7 +219,7 @@ class _RestDoor:
                 )
             with exchange.stage("parse"):
                 also = parameter_faults(request.scope["query_string"])
-                decoded = await self._decode(body, call, forms, also, permit, deadline)
+                decoded = await self._decode(body, call, forms, also, permit, deadline, stored)
             if decoded.timeout_s is not None:
                 deadline = Deadline(exchange.began + decoded.timeout_s)
             answer = await parts.attend.attend(
@@ -192,14 +241,19 @@ class _RestDoor:
     async def _decode(
         self,
         body: Buffer,
-        call: Call,
+        call: Call | NamedCall,
         forms: Negotiated,
         also: Sequence[Fault],
         permit: BytePermit,
         deadline: Deadline,
+        stored: LayerParameters | None,
     ) -> DecodedRequest:
         limits = self._parts.limits.read
-        asked: dict[str, Any] = {"answer_is_json": forms.answer_form == json_format.MEDIA_TYPE, "also": also}
+        asked: dict[str, Any] = {
+            "answer_is_json": forms.answer_form == json_format.MEDIA_TYPE,
+            "also": also,
+            "stored": stored,
+        }
         if forms.request_form == safetensors_format.MEDIA_TYPE:
             return safetensors_format.decode(body, call, limits, **asked)
         read = functools.partial(json_arrays.read, names=call.names, limits=limits.tensors)
@@ -236,6 +290,9 @@ class _RestDoor:
             "state": self._parts.lifecycle.state.value,
             "dtypes": list(FLOAT_NAMES),
             "outputs": list(OUTPUTS),
+            "gradients": list(GRADIENT_OUTPUTS),
+            "layer_outputs": list(LAYER_OUTPUTS),
+            "layer_gradients": list(LAYER_GRADIENT_OUTPUTS),
             "paths": list(PATHS),
             "limits": {
                 "max_body_bytes": limits.max_body_bytes,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
-from attn_core.validate import dtype_text
+from attn_core.problem import Verification
+from attn_core.validate import dtype_text, number_text
 
 
 def answer_info(
@@ -22,9 +24,10 @@ def answer_info(
     nonfinite_rows: int,
     peak_bytes: int,
     flops: int,
+    verification: Verification | None = None,
 ) -> dict[str, Any]:
     """The fields in the order of the contract; times rounded to microseconds."""
-    return {
+    info: dict[str, Any] = {
         "path": path,
         "why": why,
         "device": device,
@@ -37,3 +40,15 @@ def answer_info(
         "peak_bytes": peak_bytes,
         "flops": flops,
     }
+    if verification is not None:
+        info |= {
+            "max_abs_error": _error(verification.max_abs_error),
+            "max_rel_error": _error(verification.max_rel_error),
+            "worst": verification.worst,
+        }
+    return info
+
+
+def _error(error: float) -> float | str:
+    # JSON has no infinity: it travels as in a tensor.
+    return error if math.isfinite(error) else number_text(error)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attn_core.errors import MAX_FAULTS, Fault, InvalidProblem, names_text, shape_text
+from attn_core.problem import Problem
 from service.wire.arrays import MAX_RANK, FlatTensor, Limits, shape_faults
 from service.wire.inference_models import DATATYPES, Model, ModelTensor
 from service.wire.inference_request import (
@@ -21,7 +22,7 @@ from service.wire.inference_request import (
     ParameterValue,
     RequestedOutput,
 )
-from service.wire.requests import VALUED_TENSORS, Parts, Problem, ReadLimits, assemble
+from service.wire.requests import VALUED_TENSORS, Parts, ReadLimits, assemble
 from service.wire.tensors import bool_fault, tensor_of, view_bytes
 from service.wire.text import short, short_name
 
@@ -94,10 +95,12 @@ def check(
     queue_timeout_s, ignored = _read_parameters(request.parameters, model, parts, takes_reserved=takes_reserved)
     _read_inputs(request.inputs, model, limits.tensors, parts)
     parts.options["outputs"] = [output.name for output in outputs] or [model.output_names[0]]
+    own = tuple(parts.faults)
     try:
-        decoded = assemble(model.call, parts, limits, answer_is_json=False)
+        decoded = assemble(model.call, parts, limits, answer_is_json=False, stored=model.stored)
     except InvalidProblem as error:
-        raise InvalidProblem(list(map(_in_our_words, error.faults))) from None
+        found = [fault if fault in own else _in_our_words(fault, request, outputs) for fault in error.faults]
+        raise InvalidProblem(found) from None
     return CheckedInference(
         model=model,
         id=request.id,
@@ -152,16 +155,21 @@ def response_parameters(info: Mapping[str, Any], ignored: Sequence[str]) -> dict
     return dict(info) | ({"ignored": ", ".join(ignored)} if ignored else {})
 
 
-def _in_our_words(fault: Fault) -> Fault:
-    """Options have one name more here: a window's sides are parameters of their own."""
-    if fault.field in ("window.left", "window.right"):
-        return Fault(fault.field.replace(".", "_"), fault.expected, fault.received)
+def _in_our_words(fault: Fault, request: InferenceRequest, outputs: Sequence[RequestedOutput]) -> Fault:
+    """A window's sides are parameters of their own here, and an output's place is that among all that were asked."""
+    option, _, part = fault.field.partition(".")
+    if option == "window" and part:
+        return Fault(f"window_{part}", fault.expected, fault.received)
+    if option == "outputs" and part.isdigit() and int(part) < len(outputs) and request.outputs:
+        asked = [output.name for output in request.outputs]
+        return Fault(f"outputs.{asked.index(outputs[int(part)].name)}", fault.expected, fault.received)
     return fault
 
 
 def _read_outputs(request: InferenceRequest, model: Model, parts: Parts) -> tuple[RequestedOutput, ...]:
     if not request.outputs:
-        everything = tuple(RequestedOutput(name, request.is_binary) for name in model.output_names)
+        given = {given.name for given in request.inputs}
+        everything = tuple(RequestedOutput(name, request.is_binary) for name in model.defined_outputs(given))
         parts.faults += _form_faults(everything, model)
         return everything
     known: dict[str, RequestedOutput] = {}
@@ -214,6 +222,8 @@ def _read_parameters(
             parts.faults.append(Fault(f"parameters.{name}", _SAID_OTHERWISE[name], short(value)))
         elif name in model.call.tensors:
             parts.faults.append(Fault(f"parameters.{name}", "an input of this name, not a parameter", short(value)))
+        elif name in model.call.refused:
+            parts.faults.append(Fault(f"parameters.{name}", model.call.refused[name], short(value)))
         else:
             ignored.append(short_name(name))
     if window:
@@ -224,7 +234,8 @@ def _read_parameters(
 def _read_option(name: str, value: ParameterValue, model: Model, parts: Parts, window: dict[str, Any]) -> None:
     option, _, side = name.partition("_") if name.startswith("window_") else (name, "", "")
     if option not in model.call.option_names:
-        parts.faults.append(Fault(name, f"no such option, since {model.name} has no use for it", short(value)))
+        expected = model.call.refused.get(name, f"no such option, since {model.name} has no use for it")
+        parts.faults.append(Fault(name, expected, short(value)))
     elif side:
         window[side] = value
     else:
@@ -265,7 +276,9 @@ def _read_inputs(inputs: Sequence[InferenceInput], model: Model, limits: Limits,
         if len(parts.faults) >= MAX_FAULTS:
             break
         tensor = model.input(given.name)
-        if tensor is None:
+        if tensor is None and given.name in model.call.refused:
+            parts.faults.append(Fault(given.name, model.call.refused[given.name], "an input"))
+        elif tensor is None:
             names = names_text([tensor.name for tensor in model.inputs])
             parts.faults.append(Fault(f"inputs.{place}", f"an input of {model.name}: {names}", short(given.name)))
         elif given.name in seen:

@@ -41,7 +41,13 @@ from service.wire.text import ListFault, NestedList, Shown, read_object, short, 
 
 Encoding = Literal["list", "base64"]
 
-NUMBER_TENSORS = frozenset({"query", "key", "value", "bias", "alibi_slopes", "sinks", "weights"})
+NUMBER_TENSORS = frozenset(
+    {
+        *("query", "key", "value", "bias", "alibi_slopes", "sinks", "weights", "input", "memory"),
+        *("w_query", "w_key", "w_value", "w_output", "b_query", "b_key", "b_value", "b_output"),
+        *("grad_context", "grad_logsumexp", "grad_output"),
+    }
+)
 MASK_TENSORS = frozenset({"allow_mask", "block_mask"})
 MAX_OPTION_ITEMS = 2**20
 """Options are walked as Python objects, in the server's own process too."""

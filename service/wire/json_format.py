@@ -11,32 +11,62 @@ from typing import Any
 from torch import Tensor
 
 from attn_core.errors import Fault
-from attn_core.problem import TensorSpec
+from attn_core.problem import LayerParameters, TensorSpec
 from service.wire import json_arrays
 from service.wire.arrays import Buffer, FlatTensor
 from service.wire.json_arrays import Encoding, ReadBody
-from service.wire.requests import Call, DecodedRequest, Parts, ReadLimits, assemble
+from service.wire.requests import (
+    Call,
+    DecodedRequest,
+    NamedCall,
+    Parts,
+    ReadLimits,
+    assemble,
+    assemble_parameters,
+)
 from service.wire.tensors import DTYPES, flat_of, tensor_of
 
 MEDIA_TYPE = "application/json"
 
 
 def decode(
-    body: Buffer, call: Call, limits: ReadLimits, *, answer_is_json: bool = True, also: Sequence[Fault] = ()
+    body: Buffer,
+    call: Call | NamedCall,
+    limits: ReadLimits,
+    *,
+    answer_is_json: bool = True,
+    also: Sequence[Fault] = (),
+    stored: LayerParameters | None = None,
 ) -> DecodedRequest:
     """A JSON body as a checked problem. Faults found before it was read stand ``also`` in a refusal.
 
     Raises: Malformed when it is not JSON; InvalidProblem with every fault.
     """
     read = json_arrays.read(body, call.names, limits.tensors)
-    return build(read, call, limits, answer_is_json=answer_is_json, also=also)
+    return build(read, call, limits, answer_is_json=answer_is_json, also=also, stored=stored)
 
 
 def build(
-    read: ReadBody, call: Call, limits: ReadLimits, *, answer_is_json: bool = True, also: Sequence[Fault] = ()
+    read: ReadBody,
+    call: Call | NamedCall,
+    limits: ReadLimits,
+    *,
+    answer_is_json: bool = True,
+    also: Sequence[Fault] = (),
+    stored: LayerParameters | None = None,
 ) -> DecodedRequest:
     """A body that was taken apart, here or elsewhere, as a checked problem. Raises: InvalidProblem with every fault."""
-    parts = Parts(
+    return assemble(call, parts_of(read, also), limits, answer_is_json=answer_is_json, stored=stored)
+
+
+def build_parameters(read: ReadBody, also: Sequence[Fault] = ()) -> LayerParameters:
+    """A body that was taken apart by the names of ``LAYER_PARAMETERS``, as a layer. Raises: InvalidProblem."""
+    return assemble_parameters(parts_of(read, also))
+
+
+def parts_of(read: ReadBody, also: Sequence[Fault] = ()) -> Parts:
+    """With tensors of torch, which share the memory of what was read."""
+    return Parts(
         tensors={name: tensor_of(flat) for name, flat in read.tensors.items()},
         specs={name: TensorSpec(DTYPES[dtype], shape) for name, (dtype, shape) in read.declared.items()},
         options=read.options,
@@ -44,9 +74,8 @@ def build(
         faults=[*also, *read.faults],
         broken=read.broken,
         lists=read.lists,
-        query_came_as_list=read.first_came_as_list,
+        first_came_as_list=read.first_came_as_list,
     )
-    return assemble(call, parts, limits, answer_is_json=answer_is_json)
 
 
 def flat_outputs(outputs: Mapping[str, Tensor]) -> dict[str, FlatTensor]:

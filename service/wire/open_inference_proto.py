@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-from google.protobuf import json_format
 from google.protobuf.message import DecodeError, Message
 from torch import Tensor
 
@@ -388,5 +387,4 @@ def stream_error(text: str, id: str) -> bytes:
 
 def message_of(message_class: type[M], described: Mapping[str, Any]) -> M:
     """A message with the fields that the same thing has in JSON."""
-    message: M = json_format.ParseDict(dict(described), message_class())
-    return message
+    return message_class(**described)

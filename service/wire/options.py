@@ -5,19 +5,35 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from attn_core.errors import MAX_FAULTS, Fault
-from attn_core.problem import AttentionOptions
+from attn_core.errors import MAX_FAULTS, Fault, names_text
+from attn_core.problem import AttentionOptions, LayerOptions, WeightLayout
 from service.wire.text import short, short_name
 
 MAX_MEMBERS = 8
 """More members than any option that is an object has."""
 
 OutputName = Literal["context", "weights", "scores", "logits", "logsumexp", "entropy", "top_weights", "weight_totals"]
+GradientName = Literal["grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks", "grad_weights", "grad_logits"]
+LayerOutputName = Literal["output", "query", "key", "value", OutputName]
+LayerGradientName = Literal[
+    "grad_input",
+    "grad_memory",
+    "grad_w_query",
+    "grad_w_key",
+    "grad_w_value",
+    "grad_w_output",
+    "grad_b_query",
+    "grad_b_key",
+    "grad_b_value",
+    "grad_b_output",
+    "grad_bias",
+    "grad_sinks",
+]
 FloatName = Literal["float64", "float32", "float16", "bfloat16"]
 
 EXPECTED: dict[str, str] = {
@@ -30,8 +46,8 @@ EXPECTED: dict[str, str] = {
     "layout": "bhtd, bthd or btd",
     "num_heads": "a whole number, 1 or more",
     "num_kv_heads": "a whole number, 1 or more",
+    "weight_layout": "in_out (y = x W) or out_in (y = x W^T, as nn.Linear stores)",
     "outputs": "a list of names, each once, not empty",
-    "outputs.*": ", ".join(get_args(OutputName)[:-1]) + " or " + get_args(OutputName)[-1],
     "select": 'an object with "heads", "rows" or "top_k"',
     "select.heads": "a list of whole numbers",
     "select.heads.*": "a whole number",
@@ -39,8 +55,8 @@ EXPECTED: dict[str, str] = {
     "select.rows.*": "a whole number",
     "select.top_k": "a whole number, 1 or more",
     "empty_rows": "zeros or error",
-    "path": "fused or manual",
-    "verify": "false, as verification is not served",
+    "path": "fused, manual or blocked",
+    "verify": "true or false",
     "encoding": "list or base64",
     "dtype": "float64, float32, float16 or bfloat16",
     "dropout_p": "0 alone: this is inference, dropout is never applied",
@@ -97,16 +113,23 @@ class Select(_Strict):
     top_k: int | None = _option("select.top_k", ge=1)
 
 
-class CallOptions(_Strict):
-    """What every call may say about itself and the form of its answer."""
+class Options(_Strict):
+    """What every body may say of itself. ``output_names`` are what may be asked for."""
+
+    output_names: ClassVar[tuple[str, ...]] = ()
 
     dtype: FloatName | None = _option("dtype")
+
+
+class CallOptions(Options):
+    """What every call may say about itself and the form of its answer."""
+
     encoding: Literal["list", "base64"] | None = _option("encoding")
     timeout_ms: Number | None = _option("timeout_ms", gt=0)
 
 
-class AttentionCallOptions(CallOptions):
-    """Every option of POST /v1/attention."""
+class _RuleOptions(CallOptions):
+    """Who attends whom, and how it is computed: the same for an attention, a layer and the gradients of both."""
 
     causal: Annotated[Literal[False, True, "upper_left", "lower_right"], BeforeValidator(_word)] = _option(
         "causal", False
@@ -114,37 +137,126 @@ class AttentionCallOptions(CallOptions):
     scale: Number | None = _option("scale")
     softcap: Number | None = _option("softcap", gt=0)
     window: Window | None = _option("window")
-    layout: Literal["bhtd", "bthd", "btd"] = _option("layout", "bhtd")
-    num_heads: int | None = _option("num_heads", ge=1)
-    num_kv_heads: int | None = _option("num_kv_heads", ge=1)
-    outputs: list[OutputName] = _option("outputs", ["context"])
-    select: Select | None = _option("select")
     empty_rows: Literal["zeros", "error"] = _option("empty_rows", "zeros")
-    path: Literal["fused", "manual"] | None = _option("path")
-    verify: Annotated[Literal[False], BeforeValidator(_truth)] = _option("verify", False)
+    path: Literal["fused", "manual", "blocked"] | None = _option("path")
+    verify: Annotated[bool, BeforeValidator(_truth)] = _option("verify", False)
     dropout_p: Annotated[float, BeforeValidator(_number)] = _option("dropout_p", 0.0, ge=0, le=0)
 
-    def to_core(self) -> AttentionOptions:
-        window, select = self.window or Window(), self.select or Select()
+    def rules(self, **more: Any) -> AttentionOptions:
+        """The core's options, with those that not every call has."""
+        window = self.window or Window()
         return AttentionOptions(
             causal=self.causal,
             scale=self.scale,
             softcap=self.softcap,
             window_left=window.left,
             window_right=window.right,
-            layout=self.layout,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            outputs=tuple(self.outputs),
-            select_heads=None if select.heads is None else tuple(select.heads),
-            select_rows=None if select.rows is None else tuple(select.rows),
-            top_k=select.top_k,
             empty_rows=self.empty_rows,
             path=self.path,
+            verify=self.verify,
+            **more,
         )
 
 
-Model = TypeVar("Model", bound=CallOptions)
+class _LayoutOptions(_RuleOptions):
+    """How query, key and value lie."""
+
+    layout: Literal["bhtd", "bthd", "btd"] = _option("layout", "bhtd")
+    num_heads: int | None = _option("num_heads", ge=1)
+    num_kv_heads: int | None = _option("num_kv_heads", ge=1)
+
+    def rules(self, **more: Any) -> AttentionOptions:
+        own = {"layout": self.layout, "num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
+        return super().rules(**own, **more)
+
+
+class _SelectOptions(_RuleOptions):
+    """What of the outputs is answered."""
+
+    select: Select | None = _option("select")
+
+    def rules(self, **more: Any) -> AttentionOptions:
+        select = self.select or Select()
+        own = {
+            "select_heads": None if select.heads is None else tuple(select.heads),
+            "select_rows": None if select.rows is None else tuple(select.rows),
+            "top_k": select.top_k,
+        }
+        return super().rules(**own, **more)
+
+
+class AttentionCallOptions(_SelectOptions, _LayoutOptions):
+    """Every option of POST /v1/attention."""
+
+    output_names: ClassVar[tuple[str, ...]] = get_args(OutputName)
+
+    outputs: list[OutputName] = _option("outputs", ["context"])
+
+    def to_core(self) -> AttentionOptions:
+        return self.rules(outputs=tuple(self.outputs))
+
+
+class GradientsCallOptions(_LayoutOptions):
+    """Every option of POST /v1/attention/gradients; outputs absent: every gradient that is defined."""
+
+    output_names: ClassVar[tuple[str, ...]] = get_args(GradientName)
+
+    outputs: list[GradientName] | None = _option("outputs")
+
+    def to_core(self) -> AttentionOptions:
+        return self.rules()
+
+
+class _ParameterFields(_Strict):
+    """How the weights of a layer are to be read. That two of them are never absent is checked with the weights."""
+
+    num_heads: int | None = _option("num_heads", ge=1)
+    num_kv_heads: int | None = _option("num_kv_heads", ge=1)
+    weight_layout: Literal["in_out", "out_in"] | None = _option("weight_layout")
+
+
+class ParametersOptions(_ParameterFields, Options):
+    """Every option of PUT /v1/layers/{name}."""
+
+
+class NamedLayerCallOptions(_SelectOptions):
+    """Every option of POST /v1/layers/{name}/forward."""
+
+    output_names: ClassVar[tuple[str, ...]] = get_args(LayerOutputName)
+
+    outputs: list[LayerOutputName] = _option("outputs", ["output"])
+
+
+class LayerCallOptions(NamedLayerCallOptions, _ParameterFields):
+    """Every option of POST /v1/layer."""
+
+    def to_core(self) -> LayerOptions:
+        return _layer_options(self, self, tuple(self.outputs))
+
+
+class NamedLayerGradientsCallOptions(_RuleOptions):
+    """Every option of POST /v1/layers/{name}/gradients; outputs absent: the gradient of everything given."""
+
+    output_names: ClassVar[tuple[str, ...]] = get_args(LayerGradientName)
+
+    outputs: list[LayerGradientName] | None = _option("outputs")
+
+
+class LayerGradientsCallOptions(NamedLayerGradientsCallOptions, _ParameterFields):
+    """Every option of POST /v1/layer/gradients; outputs absent: the gradient of everything given."""
+
+    def to_core(self) -> LayerOptions:
+        return _layer_options(self, self, ("output",))
+
+
+def _layer_options(rules: _RuleOptions, fields: _ParameterFields, outputs: tuple[str, ...]) -> LayerOptions:
+    attention = rules.rules(layout="btd", num_heads=fields.num_heads, num_kv_heads=fields.num_kv_heads)
+    # Absent it is None, which the check of the weights refuses.
+    weight_layout = cast("WeightLayout", fields.weight_layout)
+    return LayerOptions(attention=attention, weight_layout=weight_layout, outputs=outputs)
+
+
+Model = TypeVar("Model", bound=Options)
 
 
 def read_options(model: type[Model], raw: Mapping[str, Any]) -> tuple[Model, list[Fault], set[str]]:
@@ -165,7 +277,7 @@ def read_options(model: type[Model], raw: Mapping[str, Any]) -> tuple[Model, lis
     if isinstance(select, dict):
         lists |= {f"select.{name}": select.get(name) for name in ("heads", "rows")}
     for name, value in lists.items():
-        found = _list_faults(name, value)
+        found = _list_faults(name, value, model.output_names)
         if found:
             faults += found
             broken.add(name.split(".")[0])
@@ -179,16 +291,15 @@ def read_options(model: type[Model], raw: Mapping[str, Any]) -> tuple[Model, lis
     return model.model_validate({k: v for k, v in readable.items() if k not in broken}), faults, broken
 
 
-def _list_faults(name: str, value: Any) -> list[Fault]:
+def _list_faults(name: str, value: Any, names: tuple[str, ...]) -> list[Fault]:
     """Faults of a list option found here, where they are counted: Pydantic would keep each of a million of them."""
     if not isinstance(value, list):
         return []
     if name == "outputs":
-        names = get_args(OutputName)
         if len(value) > len(names):
             return [Fault(name, EXPECTED[name], f"{len(value)} of them")]
         return [
-            Fault(f"{name}.{place}", EXPECTED["outputs.*"], short(item))
+            Fault(f"{name}.{place}", names_text(names), short(item))
             for place, item in enumerate(value)
             if not isinstance(item, str) or item not in names
         ]

@@ -11,10 +11,21 @@ import torch
 from torch import Tensor
 
 from attn_core.errors import Fault, InvalidProblem
+from attn_core.problem import LayerParameters
 from service.errors import Malformed
 from service.wire.arrays import Buffer, Limits, shape_faults
 from service.wire.json_arrays import MASK_TENSORS
-from service.wire.requests import Call, DecodedRequest, Parts, ReadLimits, assemble
+from service.wire.requests import (
+    LAYER_PARAMETERS,
+    Call,
+    DecodedRequest,
+    Form,
+    NamedCall,
+    Parts,
+    ReadLimits,
+    assemble,
+    assemble_parameters,
+)
 from service.wire.tensors import bool_fault, bytes_of, view_bytes
 from service.wire.text import load_small, repeated_fault, short, short_name
 
@@ -36,7 +47,13 @@ _FOREIGN_BITS = {"U8": 8, "I8": 8, "I16": 16, "U16": 16, "U32": 32, "U64": 64, "
 
 
 def decode(
-    body: Buffer, call: Call, limits: ReadLimits, *, answer_is_json: bool = False, also: Sequence[Fault] = ()
+    body: Buffer,
+    call: Call | NamedCall,
+    limits: ReadLimits,
+    *,
+    answer_is_json: bool = False,
+    also: Sequence[Fault] = (),
+    stored: LayerParameters | None = None,
 ) -> DecodedRequest:
     """A safetensors body as a checked problem; the tensors are views of ``body`` where alignment allows.
 
@@ -44,21 +61,35 @@ def decode(
 
     Raises: Malformed when bytes, offsets and sizes disagree; InvalidProblem with every fault.
     """
+    parts = _read(body, call, limits.tensors, also)
+    return assemble(call, parts, limits, answer_is_json=answer_is_json, stored=stored)
+
+
+def decode_parameters(body: Buffer, limits: ReadLimits, *, also: Sequence[Fault] = ()) -> LayerParameters:
+    """A safetensors body as a layer that is to be kept; its weights are views of ``body``, as in ``decode``.
+
+    Raises: Malformed when bytes, offsets and sizes disagree; InvalidProblem with every fault.
+    """
+    return assemble_parameters(_read(body, LAYER_PARAMETERS, limits.tensors, also))
+
+
+def _read(body: Buffer, form: Form, limits: Limits, also: Sequence[Fault]) -> Parts:
+    """A body taken apart. Raises: Malformed, InvalidProblem."""
     header, data_start = _read_header(body)
     parts = Parts(faults=list(also))
     metadata = header.pop("__metadata__", {})
-    _read_metadata(metadata, call, parts)
+    _read_metadata(metadata, form, parts)
     _check_layout(header, len(body) - data_start)
     for name, entry in header.items():
-        if name not in call.tensors:
-            if name in call.option_names:
+        if name not in form.tensors:
+            if name in form.option_names:
                 expected = "an option: JSON text in the metadata entry options, not a tensor"
                 parts.faults.append(Fault(name, expected, f"a tensor {entry['dtype']} {short(entry['shape'])}"))
             else:
                 parts.unknown[name] = {"dtype": entry["dtype"], "shape": entry["shape"]}
             continue
-        _read_tensor(name, entry, body, data_start, limits.tensors, parts)
-    return assemble(call, parts, limits, answer_is_json=answer_is_json)
+        _read_tensor(name, entry, body, data_start, limits, parts)
+    return parts
 
 
 def _malformed(field: str, expected: str, received: str) -> Malformed:
@@ -88,7 +119,7 @@ def _read_header(body: Buffer) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
-def _read_metadata(metadata: Any, call: Call, parts: Parts) -> None:
+def _read_metadata(metadata: Any, form: Form, parts: Parts) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise _malformed("__metadata__", "an object of texts", short(metadata))
     parts.faults += [
@@ -109,11 +140,11 @@ def _read_metadata(metadata: Any, call: Call, parts: Parts) -> None:
     for name, value in options.items():
         if value is None:
             continue
-        if name in call.option_names:
+        if name in form.option_names:
             parts.options[name] = value
-        elif name == "query_offset" and name in call.tensors:
+        elif name == "query_offset" and name in form.tensors:
             _read_offset(value, parts)
-        elif name in call.tensors:
+        elif name in form.tensors:
             parts.faults.append(Fault(name, "a tensor of the file, not an option", short(value)))
             parts.broken.add(name)
         else:
@@ -187,10 +218,25 @@ def _read_tensor(
 
 def encode(outputs: Mapping[str, Tensor], info: Mapping[str, Any]) -> list[bytes | memoryview]:
     """An answer as pieces to be sent one after the other; the tensors' memory is not copied."""
-    header: dict[str, Any] = {"__metadata__": {"info": orjson.dumps(info).decode()}}
+    return write(outputs, {"info": orjson.dumps(info).decode()})
+
+
+def encode_parameters(parameters: LayerParameters) -> list[bytes | memoryview]:
+    """A layer that is kept as pieces of what ``decode_parameters`` reads."""
+    options = {
+        "weight_layout": parameters.weight_layout,
+        "num_heads": parameters.num_heads,
+        "num_kv_heads": parameters.num_kv_heads,
+    }
+    return write(parameters.weights, {"format": "pt", "options": orjson.dumps(options).decode()})
+
+
+def write(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[bytes | memoryview]:
+    """Tensors and texts as the pieces of a file; the tensors' memory is not copied."""
+    header: dict[str, Any] = {"__metadata__": metadata}
     pieces: list[bytes | memoryview] = []
     begin = 0
-    for name, tensor in outputs.items():
+    for name, tensor in tensors.items():
         data = bytes_of(tensor)
         header[name] = {
             "dtype": CODE_OF[tensor.dtype],

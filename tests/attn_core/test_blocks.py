@@ -48,8 +48,8 @@ def modest_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "ROW_MULTIPLE", 8)
     monkeypatch.setattr(fused, "BLOCK_ROW_MULTIPLE", 16)
     monkeypatch.setattr(isolated, "PART_BYTES", 2**12)
-    monkeypatch.setattr(manual, "WHOLE_PAIRS", 2**11)
     monkeypatch.setattr(manual, "BLOCK_PAIRS", 2**10)
+    monkeypatch.setattr(manual, "KEY_NUMBERS", 2**9)
     monkeypatch.setattr(manual, "SUM_PAIRS", 2**12)
     monkeypatch.setattr(manual, "SORTED_PAIRS", 2**8)
 
@@ -206,7 +206,7 @@ def test_no_block_of_the_manual_kernel_takes_more_than_its_flops(dims: Dims, num
     pairs = size.items * size.heads * size.rows * dims.seq_len_kv
     flops = pairs * 2 * (dims.head_dim + dims.head_dim_v)
     is_least = (size.items, size.heads) == (1, 1) and size.rows <= manual.MIN_BLOCK_ROWS
-    assert (pairs <= manual.WHOLE_PAIRS and flops <= manual.BLOCK_FLOPS) or is_least
+    assert (pairs <= manual.BLOCK_PAIRS and flops <= manual.BLOCK_FLOPS) or is_least
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.integers(1, 9), st.integers(1, 400))

@@ -16,17 +16,8 @@ from tests.support.golden import (
 
 ATTENTION = golden_cases("attention")
 WEIGHTED_SUM = golden_cases("weighted_sum")
-NOT_YET_SERVED = {
-    "worked_two_head_causal_layer": "layer",
-    "layer_width_768_heads_8": "layer",
-    "layer_causal": "layer",
-    "layer_gqa_biases": "layer",
-    "layer_cross": "layer",
-    "layer_out_in_weights": "layer",
-    "layer_grad_biases": "layer",
-}
-GRADIENTS_NOT_YET_SERVED = {"grad_plain", "grad_gqa_causal", "grad_empty_row", "grad_softcap"}
-"""Their context is compared all the same."""
+LAYERS = golden_cases("layer")
+"""They run in ``test_golden_layers``, the gradients of ``ATTENTION`` in ``test_gradients``."""
 NOT_SERVED_BY_FUSED = {
     "alibi_both_directions",
     "alibi_causal",
@@ -50,11 +41,8 @@ def by_name(case: GoldenCase) -> str:
 
 
 def test_every_case_is_run_or_accounted_for() -> None:
-    run = {case.name for case in (*ATTENTION, *WEIGHTED_SUM)}
-    assert not run & NOT_YET_SERVED.keys()
-    assert run | NOT_YET_SERVED.keys() == {case.name for case in golden_cases()}
-    assert len(ATTENTION) + len(WEIGHTED_SUM) + len(NOT_YET_SERVED) == len(golden_cases()) == 79
-    assert {case.name for case in ATTENTION if case.gradients} == GRADIENTS_NOT_YET_SERVED
+    assert {case.name for case in (*ATTENTION, *WEIGHTED_SUM, *LAYERS)} == {case.name for case in golden_cases()}
+    assert len(ATTENTION) + len(WEIGHTED_SUM) + len(LAYERS) == len(golden_cases()) == 79
 
 
 def test_every_output_of_a_case_that_is_run_is_compared() -> None:
@@ -93,7 +81,7 @@ def test_case_beyond_the_fused_kernel_is_refused_by_name(case: GoldenCase) -> No
     with pytest.raises(InvalidProblem) as refusal:
         Engine().attend(attention_problem(case, outputs=("context",), path="fused"))
     (fault,) = refusal.value.faults
-    assert fault.field == "path" and fault.expected.startswith("manual, or nothing, since")
+    assert fault.field == "path" and fault.expected.startswith("manual or blocked, or nothing, since")
 
 
 @pytest.mark.parametrize("case", WEIGHTED_SUM, ids=by_name)

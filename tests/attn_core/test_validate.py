@@ -183,7 +183,7 @@ FAULTS: dict[str, Case] = {
     "top_k of nothing": ({}, {"top_k": 2}, "select.top_k", ("top_weights",)),
     "top_weights without top_k": ({}, {"outputs": ("top_weights",)}, "select.top_k", ("how many",)),
     "unknown empty_rows": ({}, {"empty_rows": "nan"}, "empty_rows", ("zeros", "error")),
-    "unknown path": ({}, {"path": "paged"}, "path", ("fused", "manual")),
+    "unknown path": ({}, {"path": "paged"}, "path", ("fused", "manual", "blocked")),
 }
 
 

@@ -18,7 +18,8 @@ from tests.support.factory import make_mask, make_tensor
 HALF = {torch.float16: "_fp16", torch.bfloat16: "_bf16"}
 SUFFIXES = {torch.float32: "", torch.float64: "_fp64", **HALF}
 OUTPUTS = ["context", "weights", "scores", "logits", "logsumexp", "entropy"]
-NAMES = sorted(f"{model}{suffix}" for model in ("sdpa", "attention") for suffix in SUFFIXES.values())
+OPERATIONS = ("sdpa", "attention", "attention_gradients", "layer")
+NAMES = sorted(f"{model}{suffix}" for model in OPERATIONS for suffix in SUFFIXES.values())
 
 
 def operands(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from attn_core import Engine
 from attn_core.errors import Fault, InvalidProblem, TooLarge
+from attn_core.problem import PARAMETER_NAMES
 from service.attend import Attend
 from service.errors import (
     AlreadyExists,
@@ -39,17 +41,41 @@ from tests.support.roads import calls_to
 from tests.support.server import RunningServer
 
 OUTPUTS = ("context", "weights", "scores", "logits", "logsumexp", "entropy")
+LAYER_OUTPUTS = ("output", "query", "key", "value", *OUTPUTS, "weight_totals")
+WIDE = ("scores", "logits", "logsumexp", "entropy", "weight_totals", "grad_weights", "grad_logits")
+"""Outputs of the dtype of the arithmetic."""
 SUFFIXES = {torch.float32: "", torch.float64: "_fp64", torch.float16: "_fp16", torch.bfloat16: "_bf16"}
 HALF = (torch.float16, torch.bfloat16)
 SAFETENSORS = {"content-type": bodies.SAFETENSORS}
 
 
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What one path computes, and the model that computes the same. ``is_layer``: a layer that is kept by its name."""
+
+    path: str
+    model: str
+    is_layer: bool = False
+
+    def model_of(self, dtype: torch.dtype) -> str:
+        return self.model if self.is_layer else self.model + SUFFIXES[dtype]
+
+
+ATTENTION = Operation("/v1/attention", "attention")
+GRADIENTS = Operation("/v1/attention/gradients", "attention_gradients")
+LAYER = Operation("/v1/layer", "layer")
+Ask = Callable[[Operation, dict[str, Tensor], dict[str, Any], list[str]], dict[str, Tensor]]
+
+
+def dtype_of(tensors: Mapping[str, Tensor]) -> torch.dtype:
+    return next(iter(tensors.values())).dtype
+
+
 def as_the_protocol_has_it(
     tensors: Mapping[str, Tensor], options: Mapping[str, Any]
-) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
-    """The model, the inputs and the parameters of a native problem."""
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The inputs and the parameters of a native problem."""
     options = dict(options)
-    dtype = tensors["query"].dtype
     inputs = {
         name: tensor if tensor.is_floating_point() or tensor.dtype == torch.bool else tensor.to(torch.int64)
         for name, tensor in tensors.items()
@@ -59,7 +85,7 @@ def as_the_protocol_has_it(
         inputs["query_offset"] = torch.tensor([offset])
     window = options.pop("window", None) or {}
     options |= {f"window_{side}": number for side, number in window.items() if number is not None}
-    return f"attention{SUFFIXES[dtype]}", inputs, options
+    return inputs, options
 
 
 class Doors:
@@ -69,21 +95,26 @@ class Doors:
         self._client = client
         self._caller = caller
 
-    def native(self, write: Callable[..., bytes], media_type: str) -> Callable[..., dict[str, Tensor]]:
-        def ask(tensors: dict[str, Tensor], options: dict[str, Any], outputs: list[str]) -> dict[str, Tensor]:
+    def native(self, write: Callable[..., bytes], media_type: str) -> Ask:
+        def ask(
+            operation: Operation, tensors: dict[str, Tensor], options: dict[str, Any], outputs: list[str]
+        ) -> dict[str, Tensor]:
             content = write(tensors, options | {"outputs": outputs})
-            answer = self._client.post("/v1/attention", content=content, headers={"content-type": media_type})
+            answer = self._client.post(operation.path, content=content, headers={"content-type": media_type})
             assert answer.status_code == 200, answer.text
-            dtype = tensors["query"].dtype
+            dtype = dtype_of(tensors)
             wide = torch.float64 if dtype == torch.float64 else torch.float32
-            dtypes = {name: dtype if name in ("context", "weights") else wide for name in outputs}
+            dtypes = {name: wide if name in WIDE else dtype for name in outputs}
             return bodies.read_answer(answer.content, media_type, dtypes)[0]
 
         return ask
 
-    def rest(self, *, binary: bool) -> Callable[..., dict[str, Tensor]]:
-        def ask(tensors: dict[str, Tensor], options: dict[str, Any], outputs: list[str]) -> dict[str, Tensor]:
-            model, inputs, parameters = as_the_protocol_has_it(tensors, options)
+    def rest(self, *, binary: bool) -> Ask:
+        def ask(
+            operation: Operation, tensors: dict[str, Tensor], options: dict[str, Any], outputs: list[str]
+        ) -> dict[str, Tensor]:
+            model = operation.model_of(dtype_of(tensors))
+            inputs, parameters = as_the_protocol_has_it(tensors, options)
             asked = [{"name": name, "parameters": {"binary_data": binary}} for name in outputs]
             if binary:
                 content, headers = inference.binary_body(inputs, parameters=parameters, outputs=asked)
@@ -94,9 +125,12 @@ class Doors:
 
         return ask
 
-    def over_grpc(self, *, typed: bool) -> Callable[..., dict[str, Tensor]]:
-        def ask(tensors: dict[str, Tensor], options: dict[str, Any], outputs: list[str]) -> dict[str, Tensor]:
-            model, inputs, parameters = as_the_protocol_has_it(tensors, options)
+    def over_grpc(self, *, typed: bool) -> Ask:
+        def ask(
+            operation: Operation, tensors: dict[str, Tensor], options: dict[str, Any], outputs: list[str]
+        ) -> dict[str, Tensor]:
+            model = operation.model_of(dtype_of(tensors))
+            inputs, parameters = as_the_protocol_has_it(tensors, options)
             message = rpc.request_of(inputs, model=model, parameters=parameters, outputs=outputs)
             if typed:
                 del message.raw_input_contents[:]
@@ -108,8 +142,11 @@ class Doors:
 
         return ask
 
-    def stream(self, tensors: dict[str, Tensor], options: dict[str, Any], outputs: list[str]) -> dict[str, Tensor]:
-        model, inputs, parameters = as_the_protocol_has_it(tensors, options)
+    def stream(
+        self, operation: Operation, tensors: dict[str, Tensor], options: dict[str, Any], outputs: list[str]
+    ) -> dict[str, Tensor]:
+        model = operation.model_of(dtype_of(tensors))
+        inputs, parameters = as_the_protocol_has_it(tensors, options)
         with self._caller.stream() as streaming:
             streaming.send(rpc.request_of(inputs, model=model, parameters=parameters, outputs=outputs))
             streaming.close()
@@ -117,9 +154,9 @@ class Doors:
         assert not answer.error_message
         return rpc.outputs_of(answer.infer_response)
 
-    def all(self, dtype: torch.dtype) -> dict[str, Callable[..., dict[str, Tensor]]]:
+    def all(self, dtype: torch.dtype) -> dict[str, Ask]:
         """Those in whose forms a dtype can be said."""
-        doors: dict[str, Callable[..., dict[str, Tensor]]] = {
+        doors: dict[str, Ask] = {
             "/v1 lists": self.native(bodies.list_body, bodies.JSON),
             "/v1 base64": self.native(bodies.object_body, bodies.JSON),
             "/v1 safetensors": self.native(bodies.safetensors_body, bodies.SAFETENSORS),
@@ -145,13 +182,16 @@ def can_be_said(case: GoldenCase) -> bool:
 
 
 CASES = [case for case in golden_cases("attention") if can_be_said(case)]
+GRADIENT_CASES = [case for case in CASES if case.gradients]
+LAYERS = [case for case in golden_cases("layer") if can_be_said(case)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_golden_case_has_the_same_bits_through_every_door(doors: Doors, case: GoldenCase) -> None:
-    tensors = {name: tensor for name, tensor in case.tensors.items() if not name.startswith("grad_")}
-    outputs = [name for name in OUTPUTS if name in case.forward_outputs]
-    found = {door: ask(tensors, dict(case.options), outputs) for door, ask in doors.all(tensors["query"].dtype).items()}
+def assert_every_door_agrees(
+    doors: Doors, operation: Operation, tensors: dict[str, Tensor], options: Mapping[str, Any], outputs: list[str]
+) -> None:
+    found = {
+        door: ask(operation, tensors, dict(options), outputs) for door, ask in doors.all(dtype_of(tensors)).items()
+    }
     expected = found["/v1 safetensors"]
     for door, answer in found.items():
         assert set(answer) == set(outputs), door
@@ -163,8 +203,50 @@ def test_a_golden_case_has_the_same_bits_through_every_door(doors: Doors, case: 
             assert torch.equal(answer[name].nan_to_num(0.5), tensor.nan_to_num(0.5)), (door, name)
 
 
+def without_gradients(case: GoldenCase) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in case.tensors.items() if not name.startswith("grad_")}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_golden_case_has_the_same_bits_through_every_door(doors: Doors, case: GoldenCase) -> None:
+    outputs = [name for name in OUTPUTS if name in case.forward_outputs]
+    assert_every_door_agrees(doors, ATTENTION, without_gradients(case), case.options, outputs)
+
+
+@pytest.mark.parametrize("case", GRADIENT_CASES, ids=str)
+def test_gradients_of_a_golden_case_have_the_same_bits_through_every_door(doors: Doors, case: GoldenCase) -> None:
+    outputs = [*case.gradients, "grad_weights", "grad_logits"]
+    assert_every_door_agrees(doors, GRADIENTS, case.tensors, case.options, outputs)
+
+
+@pytest.mark.parametrize("case", LAYERS, ids=str)
+def test_a_golden_layer_has_the_same_bits_through_every_door(doors: Doors, case: GoldenCase) -> None:
+    assert_every_door_agrees(doors, LAYER, without_gradients(case), case.options, list(LAYER_OUTPUTS))
+
+
+@pytest.mark.parametrize("case", LAYERS, ids=str)
+def test_a_golden_layer_that_is_kept_has_the_same_bits_through_every_door(
+    doors: Doors, client: httpx.Client, case: GoldenCase
+) -> None:
+    name = f"golden-{case.name}"
+    tensors, options = without_gradients(case), dict(case.options)
+    weights = {name: tensors.pop(name) for name in PARAMETER_NAMES if name in tensors}
+    reading: dict[str, Any] = {
+        name: options.pop(name) for name in ("num_heads", "num_kv_heads", "weight_layout") if name in options
+    }
+    kept = client.put(f"/v1/layers/{name}", content=bodies.safetensors_body(weights, reading), headers=SAFETENSORS)
+    assert kept.status_code == 201, kept.text
+    try:
+        operation = Operation(f"/v1/layers/{name}/forward", name, is_layer=True)
+        assert_every_door_agrees(doors, operation, tensors, options, list(LAYER_OUTPUTS))
+    finally:
+        assert client.delete(f"/v1/layers/{name}").status_code == 204
+
+
 def test_nearly_every_case_can_be_said() -> None:
     assert len(CASES) >= 65
+    assert len(GRADIENT_CASES) == 4
+    assert len(LAYERS) == len(golden_cases("layer")) >= 7
 
 
 FAULT = Fault("query", "something", "something else")

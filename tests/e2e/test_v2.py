@@ -416,6 +416,31 @@ def test_the_documents_examples_run(client: httpx.Client) -> None:
     document = client.get("/openapi.json").json()
     described = document["paths"]["/v2/models/{model}/infer"]["post"]
     assert described["tags"] == ["open inference protocol"]
-    for example in described["requestBody"]["content"]["application/json"]["examples"].values():
-        assert client.post("/v2/models/attention/infer", json=example["value"]).status_code == 200
+    models = {"gradients": "attention_gradients", "layer": "layer"}
+    examples = described["requestBody"]["content"]["application/json"]["examples"]
+    assert models.keys() < examples.keys()
+    for name, example in examples.items():
+        model = models.get(name, "attention")
+        assert model in example["summary"]
+        assert client.post(f"/v2/models/{model}/infer", json=example["value"]).status_code == 200
     assert {"/v2", "/v2/health/ready", "/v2/models/{model}", "/v2/repository/index"} <= set(document["paths"])
+
+
+def test_the_contracts_worked_examples_have_its_numbers(client: httpx.Client) -> None:
+    document = client.get("/openapi.json").json()
+    described = document["paths"]["/v2/models/{model}/infer"]["post"]["requestBody"]["content"]["application/json"]
+    expected = {
+        "attention_gradients": {
+            "grad_query": [-0.39322],
+            "grad_key": [-0.39322, 0.39322],
+            "grad_value": [0.73106, 0.26894],
+        },
+        "layer": {"output": [1, 1, 0.5, 1.96212], "weights": [1, 0, 0.5, 0.5, 1, 0, 0.26894, 0.73106]},
+    }
+    for model, example in (("attention_gradients", "gradients"), ("layer", "layer")):
+        asked = described["examples"][example]["value"]
+        answer = client.post(f"/v2/models/{model}/infer", json=asked).json()
+        found = {output["name"]: output["data"] for output in answer["outputs"]}
+        assert found.keys() == expected[model].keys()
+        for name, numbers in expected[model].items():
+            assert found[name] == pytest.approx(numbers, abs=5e-6), name

@@ -34,6 +34,26 @@ def test_an_estimate_is_the_overhead_and_the_flops_at_the_rate_of_the_kernel() -
     assert pace.estimate_s(make_cost(0), "manual") == pytest.approx(1e-4)
 
 
+def test_a_kernel_that_was_not_measured_counts_as_the_slowest_until_it_is_seen() -> None:
+    pace, cost = make_pace(), make_cost(10**6)
+    assert pace.estimate_s(cost, "blocked") == pace.estimate_s(cost, "manual")
+    for _ in range(200):
+        pace.observe(cost, "blocked", pace.least_s(cost, "blocked"))
+    assert pace.estimate_s(cost, "blocked") < 0.3 * pace.estimate_s(cost, "manual")
+    pace.set_rates(overhead_s=1e-4, flops_per_s={"fused": 1e9, "blocked": 2e9})
+    assert pace.estimate_s(cost, "manual") == pace.estimate_s(cost, "fused") > pace.estimate_s(cost, "blocked")
+
+
+def test_a_kernel_that_is_not_called_as_its_path_has_a_pace_of_its_own() -> None:
+    pace = Pace(overhead_s=0.0, flops_per_s={"manual": 1e8, "gradients": 1e9})
+    cost = make_cost(10**6)
+    backward = replace(cost, kernel="gradients")
+    assert pace.estimate_s(backward, "manual") == pytest.approx(1e-3)
+    pace.observe(backward, "manual", 1.0)
+    assert pace.estimate_s(backward, "blocked") > 1e-3
+    assert pace.estimate_s(cost, "manual") == pytest.approx(1e-2)
+
+
 def test_what_computes_little_is_bound_by_the_bytes_it_moves() -> None:
     moved = int(2 * MEMORY_BYTES_PER_S)
     assert make_pace().estimate_s(make_cost(1, moved), "fused") == pytest.approx(2.0 + 1e-4)

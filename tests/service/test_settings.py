@@ -252,3 +252,8 @@ def test_settings_that_disagree_are_all_told() -> None:
     (reason,) = reasons_of({"ATTN_PORT": "8001", "ATTN_REQUEST_TIMEOUT_S": "700"})
     assert "ATTN_REQUEST_TIMEOUT_S" in reason
     assert "ATTN_GRPC_PORT" in reason
+
+
+def test_measuring_at_the_start_can_be_switched_off() -> None:
+    assert read_settings({}).calibrate
+    assert not read_settings({"ATTN_CALIBRATE": "false"}).calibrate

@@ -16,7 +16,7 @@ from service.errors import REFUSAL_REASONS
 from service.failures import FAILURES, INTERNAL
 from service.telemetry import OTHER_ROUTE, STAGES, JsonFormatter, Metrics, TextFormatter, set_up_logging
 
-UNITS = ("_total", "_seconds", "_bytes", "_requests")
+UNITS = ("_total", "_seconds", "_bytes", "_requests", "_layers")
 STATES = {"attn_ready"}
 """1 or 0: a state has no unit."""
 ROUTES = ("/v1/attention", "/v1")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import httpx
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -66,15 +68,45 @@ def safetensors_body(tensors: dict[str, Tensor], options: dict[str, Any]) -> byt
     return safetensors.torch.save(contiguous, {"options": json.dumps(options)})
 
 
-def read_answer(content: bytes, content_type: str, dtypes: dict[str, torch.dtype]) -> tuple[dict[str, Tensor], Any]:
-    """Outputs and info; ``dtypes`` says what nested lists hold."""
+FORMS: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], bytes], str]] = {
+    "lists": (list_body, JSON),
+    "base64": (object_body, JSON),
+    "safetensors": (safetensors_body, SAFETENSORS),
+}
+"""Every form of a body, and its content type."""
+
+
+def ask(
+    client: httpx.Client,
+    path: str,
+    form: str,
+    tensors: dict[str, Tensor],
+    options: dict[str, Any],
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> tuple[dict[str, Tensor], Any]:
+    """Outputs and info of a request that is answered; nested lists hold the first tensor's dtype, or ``dtypes``."""
+    write, content_type = FORMS[form]
+    answer = client.post(path, content=write(tensors, options), headers={"content-type": content_type})
+    assert answer.status_code == 200, answer.text
+    return read_answer(
+        answer.content,
+        answer.headers["content-type"],
+        dtypes or {},
+        otherwise=next(iter(tensors.values())).dtype,
+    )
+
+
+def read_answer(
+    content: bytes, content_type: str, dtypes: Mapping[str, torch.dtype], *, otherwise: torch.dtype = torch.float32
+) -> tuple[dict[str, Tensor], Any]:
+    """Outputs and info; ``dtypes`` says what nested lists hold, and those that it does not name ``otherwise``."""
     if content_type == SAFETENSORS:
         length = int.from_bytes(content[:8], "little")
         info = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["info"])
         return safetensors.torch.load(content), info
     members = strict_json(content)
     info = members.pop("info")
-    return {name: read_tensor(value, dtypes.get(name, torch.float32)) for name, value in members.items()}, info
+    return {name: read_tensor(value, dtypes.get(name, otherwise)) for name, value in members.items()}, info
 
 
 def strict_json(content: bytes) -> Any:

@@ -14,7 +14,14 @@ from tests.support.golden import GOLDEN
 
 Report = dict[str, Any]
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
-_ANSWER_NAMES = {"out": "context", "weights": "weights", "lse": "logsumexp"}
+_ANSWER_NAMES = {
+    "out": "context",
+    "weights": "weights",
+    "lse": "logsumexp",
+    "dq": "grad_query",
+    "dk": "grad_key",
+    "dv": "grad_value",
+}
 
 
 @cache
@@ -29,7 +36,12 @@ def request_of(given: dict[str, Any], **changes: Any) -> dict[str, Any]:
     for theirs, ours in (("q", "query"), ("k", "key"), ("v", "value"), ("scale", "scale"), ("softcap", "softcap")):
         if theirs in given:
             members[ours] = given[theirs]
-    for theirs, ours in (("sinks", "sinks"), ("kv_lengths", "key_lengths")):
+    for theirs, ours in (
+        ("sinks", "sinks"),
+        ("kv_lengths", "key_lengths"),
+        ("grad_out", "grad_context"),
+        ("grad_lse", "grad_logsumexp"),
+    ):
         if theirs in given:
             members[ours] = given[theirs]
     if given.get("mask") is not None:

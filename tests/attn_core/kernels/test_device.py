@@ -38,7 +38,6 @@ def without_numbers(feature: str, **options: Any) -> CanonicalProblem:
 def test_manual_kernel_makes_everything_on_the_device_of_the_query(
     feature: str, rows: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manual, "WHOLE_PAIRS", 1)
     monkeypatch.setattr(manual, "BLOCK_PAIRS", 1)
     for outputs in (OUTPUTS, ("weights", "top_weights")):
         problem = without_numbers(feature, outputs=outputs, top_k=2, select_rows=rows, select_heads=(1, 0))

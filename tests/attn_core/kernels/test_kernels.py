@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from torch import Tensor
 
 from attn_core import AttentionOptions, AttentionProblem, AttentionResult, Engine, InvalidProblem, canonical, hazards
-from attn_core.kernels import SUPPORTED_OUTPUTS, fused, isolated, manual
+from attn_core.kernels import SUPPORTED_OUTPUTS, blocked, fused, isolated, manual
 from attn_core.problem import OUTPUTS
 from tests.support.factory import (
     DTYPES,
@@ -30,10 +30,11 @@ from tests.support.oracle import (
 )
 from tests.support.strategies import problems
 
-KERNELS = ("fused", "manual")
+KERNELS = ("fused", "manual", "blocked")
 ALL_OUTPUTS: dict[str, dict[str, Any]] = {
     "fused": {"outputs": ("context", "logsumexp")},
     "manual": {"outputs": OUTPUTS, "top_k": 3},
+    "blocked": {"outputs": ("context", "logsumexp", "entropy", "top_weights", "weight_totals"), "top_k": 3},
 }
 NOT_SERVED_BY_FUSED = {"alibi", "causal alibi", "sinks", "sinks and mask", "softcap"}
 POISON = (torch.nan, torch.inf, -torch.inf, 1e30, -3e38)
@@ -46,15 +47,19 @@ def attend(problem: AttentionProblem) -> AttentionResult:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every loop over blocks of items, heads and rows goes round many times."""
-    monkeypatch.setattr(manual, "WHOLE_PAIRS", 1)
     monkeypatch.setattr(manual, "BLOCK_PAIRS", 1)
+    monkeypatch.setattr(manual, "KEY_NUMBERS", 1)
     monkeypatch.setattr(manual, "MIN_BLOCK_ROWS", 3)
     monkeypatch.setattr(manual, "SORTED_PAIRS", 1)
+    for name in ("BLOCK_PAIRS", "TILE_PAIRS", "RANKED_AT_ONCE"):
+        monkeypatch.setattr(blocked, name, 1)
+    monkeypatch.setattr(blocked, "FEW_ROWS", 3)
+    monkeypatch.setattr(blocked, "GROUP_SIZES", (2, 3))
     monkeypatch.setattr(fused, "BLOCK_PAIRS", 1)
     for name in ("LONG_ROWS", "ROW_MULTIPLE", "BLOCK_ROW_MULTIPLE"):
         monkeypatch.setattr(fused, name, 3)
     monkeypatch.setattr(isolated, "PART_BYTES", 1)
-    monkeypatch.setattr(canonical, "_MASK_BLOCK_PAIRS", 1)
+    monkeypatch.setattr(canonical, "MASK_BLOCK_PAIRS", 1)
     monkeypatch.setattr(hazards, "PAIRS_PER_BLOCK", 1)
     monkeypatch.setattr(hazards, "READ_AT_ONCE", 1)
     monkeypatch.setattr(hazards, "COPIED_AT_ONCE", 1)
@@ -64,7 +69,7 @@ SERVED = [
     (kernel, feature)
     for kernel in KERNELS
     for feature in features()
-    if kernel == "manual" or feature not in NOT_SERVED_BY_FUSED
+    if kernel != "fused" or feature not in NOT_SERVED_BY_FUSED
 ]
 
 
@@ -236,7 +241,8 @@ def hidden_keys() -> dict[str, tuple[dict[str, Tensor], dict[str, Any], Tensor]]
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_key_that_no_query_may_attend_cannot_change_the_answer(kernel: str, way: str, poison: float) -> None:
     tensors, options, hidden = hidden_keys()[way]
-    outputs = {"fused": ("context", "logsumexp"), "manual": tuple(name for name in OUTPUTS if name != "scores")}
+    outputs = {name: ALL_OUTPUTS[name]["outputs"] for name in ("fused", "blocked")}
+    outputs["manual"] = tuple(name for name in OUTPUTS if name != "scores")
     for dtype in DTYPES:
         own = {name: t.to(dtype) if name == "bias" else t for name, t in tensors.items()}
         problem = make_problem(
@@ -247,7 +253,7 @@ def test_key_that_no_query_may_attend_cannot_change_the_answer(kernel: str, way:
             tensors=own,
             path=kernel,
             outputs=outputs[kernel],
-            top_k=3 if kernel == "manual" else None,
+            top_k=None if kernel == "fused" else 3,
             **options,
         )
         assert problem.key is not None and problem.value is not None
@@ -482,7 +488,7 @@ def test_empty_row_is_zero_in_every_output(kernel: str, dtype: torch.dtype) -> N
     assert result.outputs["logsumexp"][0, :, 3].eq(-torch.inf).all()
     for name in {"context", "weights", "entropy", "top_weights"} & result.outputs.keys():
         assert result.outputs[name][0, :, 3].eq(0).all()
-    if kernel == "manual":
+    if kernel != "fused":
         assert result.outputs["top_keys"][0, :, 3].eq(-1).all()
 
 
@@ -556,6 +562,7 @@ def test_asking_for_more_outputs_changes_none(asked: tuple[str, ...]) -> None:
 def test_supported_outputs_are_those_of_the_contract() -> None:
     assert SUPPORTED_OUTPUTS["fused"] == {"context", "logsumexp"}
     assert SUPPORTED_OUTPUTS["manual"] == set(OUTPUTS)
+    assert SUPPORTED_OUTPUTS["blocked"] == set(OUTPUTS) - {"scores", "logits"}
 
 
 @pytest.mark.parametrize("name", [name for name in OUTPUTS if name not in ("context", "logsumexp")])

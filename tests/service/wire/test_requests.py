@@ -10,12 +10,48 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_core import Engine, InvalidProblem
-from attn_core.problem import TENSOR_NAMES
+from attn_core.problem import (
+    GRADIENT_OUTPUTS,
+    GRADIENTS_TENSOR_NAMES,
+    LAYER_GRADIENT_OUTPUTS,
+    LAYER_GRADIENTS_TENSOR_NAMES,
+    LAYER_OUTPUTS,
+    OUTPUTS,
+    TENSOR_NAMES,
+)
 from service.errors import Malformed
+from service.wire.json_arrays import MASK_TENSORS, NUMBER_TENSORS
 from service.wire.json_format import decode, encode
-from service.wire.options import EXPECTED, AttentionCallOptions, CallOptions
-from service.wire.requests import ATTENTION, ReadLimits
+from service.wire.options import (
+    EXPECTED,
+    AttentionCallOptions,
+    GradientsCallOptions,
+    LayerCallOptions,
+    LayerGradientsCallOptions,
+)
+from service.wire.requests import (
+    ATTENTION,
+    GRADIENTS,
+    LAYER,
+    LAYER_GRADIENTS,
+    LAYER_PARAMETERS,
+    NAMED_LAYER,
+    NAMED_LAYER_GRADIENTS,
+    WEIGHTED_SUM,
+    Form,
+    ReadLimits,
+)
 
+EVERY_FORM = (
+    ATTENTION,
+    WEIGHTED_SUM,
+    GRADIENTS,
+    LAYER,
+    LAYER_GRADIENTS,
+    LAYER_PARAMETERS,
+    NAMED_LAYER,
+    NAMED_LAYER_GRADIENTS,
+)
 LIMITS = ReadLimits()
 SQUARE: dict[str, Any] = {"query": [[1, 0], [0, 1]]}
 
@@ -117,10 +153,11 @@ def test_long_names_are_cut() -> None:
         ("select", {"heads": [0]}),
         ("select", {"top_k": 1}),
         ("empty_rows", "zero"),
-        ("path", "blocked"),
         ("path", "flash"),
-        ("verify", True),
+        ("path", ["manual"]),
         ("verify", 0),
+        ("verify", 1),
+        ("verify", "true"),
         ("encoding", "hex"),
         ("dtype", "float8"),
         ("dtype", "int64"),
@@ -171,8 +208,10 @@ def test_an_option_without_meaning_is_refused_by_its_name(option: str, value: An
         {"outputs": ["top_weights"], "select": {"top_k": 100}},
         {"empty_rows": "error"},
         {"path": "manual"},
+        {"path": "blocked"},
         {"path": None},
         {"verify": False},
+        {"verify": True},
         {"encoding": "base64"},
         {"dtype": "float64"},
         {"dropout_p": 0},
@@ -200,9 +239,21 @@ def test_null_is_the_same_as_leaving_a_field_out() -> None:
     assert nulls.timeout_s is plain.timeout_s is None
 
 
-def test_every_option_says_what_it_expects() -> None:
-    for model in (CallOptions, AttentionCallOptions):
-        assert set(model.model_fields) <= set(EXPECTED)
+@pytest.mark.parametrize("form", EVERY_FORM)
+def test_every_option_says_what_it_expects(form: Form) -> None:
+    assert set(form.options.model_fields) <= set(EXPECTED)
+    assert set(form.option_names) == set(form.options.model_fields)
+
+
+def test_the_names_of_tensors_and_outputs_are_the_cores() -> None:
+    assert AttentionCallOptions.output_names == OUTPUTS
+    assert GradientsCallOptions.output_names == GRADIENT_OUTPUTS
+    assert LayerCallOptions.output_names == LAYER_OUTPUTS
+    assert LayerGradientsCallOptions.output_names == LAYER_GRADIENT_OUTPUTS
+    every = {*GRADIENTS_TENSOR_NAMES, *LAYER_GRADIENTS_TENSOR_NAMES, *WEIGHTED_SUM.tensors}
+    whole_numbers = {"key_lengths", "query_lengths", "query_offset"}
+    assert every == NUMBER_TENSORS | MASK_TENSORS | whole_numbers
+    assert not NUMBER_TENSORS & MASK_TENSORS and not (NUMBER_TENSORS | MASK_TENSORS) & whole_numbers
 
 
 json_values = st.recursive(
