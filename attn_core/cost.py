@@ -186,10 +186,7 @@ def _isolated_scratch(problem: CanonicalProblem, own: Cut, device_type: str) -> 
     marked = max(PAIRS_PER_BLOCK, dims.batch * dims.num_heads * dims.seq_len_kv)
     marks = min(dims.num_pairs, marked) * 5
     if (bias := problem.bias) is not None:
-        one_part = min(size.items, bias.shape[0]) * min(size.heads, bias.shape[1]) * bias.shape[2] * bias.shape[3]
-        copies += one_part * bias.dtype.itemsize
         marks += min(bias.numel(), marked) * (bias.dtype.itemsize + wide + 4)
-        piece += min(COPIED_AT_ONCE, bias.numel()) * (2 * wide + 4)
     call = Cut(min(own.items, size.items), min(own.heads, size.heads), own.rows)
     by_fused = copies + max(piece, _fused_block(problem, call, device_type, is_part=True))
     axes = replace(dims, batch=size.items, num_heads=size.heads, num_kv_heads=kv_heads)

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from attn_core.problem import Dims
 
+THREADS_FROM_FLOPS = 500_000_000
+"""From this size on a problem is worth a team of threads; below it the team costs more than it brings."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:

@@ -11,7 +11,7 @@ from torch import Tensor
 from attn_core.batching.shared_calls import SharedCalls
 from attn_core.canonical import CanonicalProblem, canonicalize, refuse_empty_rows, to_callers_form
 from attn_core.cost import Cost
-from attn_core.cut import even_runs
+from attn_core.cut import THREADS_FROM_FLOPS, even_runs
 from attn_core.errors import AttentionError, Checkpoint, never_abandoned
 from attn_core.gradients import run_gradients
 from attn_core.hazards import Hazards, find_hazards, touched_rows
@@ -34,9 +34,6 @@ from attn_core.problem import (
 )
 from attn_core.validate import check_problem, check_values
 from attn_core.verification import verify
-
-THREADS_FROM_FLOPS = 500_000_000
-"""From this size on a problem is worth a team of threads; below it the team costs more than it brings."""
 
 
 class Engine:

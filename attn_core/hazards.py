@@ -56,7 +56,10 @@ def find_hazards(problem: CanonicalProblem, checkpoint: Checkpoint = never_aband
         alibi = not largest(problem.alibi_slopes) * farthest <= 1e30
 
     def exceeds(tensor: Tensor, limit: float) -> bool:
-        pieces = _pieces(tensor.shape, READ_AT_ONCE) if tensor.numel() > READ_AT_ONCE else (...,)
+        tensor = _as_it_lies(tensor)
+        # torch copies what is not contiguous.
+        at_once = READ_AT_ONCE if tensor.is_contiguous() else COPIED_AT_ONCE
+        pieces = _pieces(tensor.shape, at_once) if tensor.numel() > at_once else (...,)
         for piece in pieces:
             checkpoint()
             # Written so that NaN, which compares as False, counts as a hazard.
@@ -71,6 +74,12 @@ def find_hazards(problem: CanonicalProblem, checkpoint: Checkpoint = never_aband
         bias=problem.bias is not None and _is_hazardous(problem.bias, problem.compute_dtype, checkpoint),
         alibi=alibi,
     )
+
+
+def _as_it_lies(tensor: Tensor) -> Tensor:
+    """``[batch, heads, tokens, width]`` with tokens before heads where that is the order in memory."""
+    by_token = tensor.transpose(1, 2)
+    return by_token if by_token.is_contiguous() else tensor
 
 
 def _limits(problem: CanonicalProblem) -> tuple[float, float]:

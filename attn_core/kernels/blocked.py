@@ -186,15 +186,25 @@ class _Blocks:
             weights.masked_fill_(empty.unsqueeze(-1), EMPTY_WEIGHT)
         if top is not None:
             # Of the largest logit the exponential is 1, and so its weight is one part of their sum.
-            log_sum = weights.amax(dim=-1).log_().neg_()
+            largest = weights.amax(dim=-1)
+            log_sum = largest.log().neg_()
+            share = beside_sink = None
             if part.sinks is not None:
                 sink = part.sinks.view(1, -1, 1)
-                with_sink = torch.logaddexp(log_sum, sink - top)
-                share = torch.exp(log_sum - with_sink)
+                # The sink beside all keys, by exponentials: a difference of logarithms is off as far as they are large.
+                beside = torch.exp(sink - top).clamp_(max=torch.finfo(top.dtype).max).mul_(largest)
+                beside_sink, share = torch.log1p(beside), beside.add_(1.0).reciprocal_()
                 if empty is not None:
                     share.masked_fill_(empty, EMPTY_WEIGHT)
+            if "entropy" in names:
+                entropy = self._entropy(part, logits, weights, log_sum)
+                if share is not None and beside_sink is not None:
+                    # Of weights that are a share of these: share * (entropy - ln share).
+                    entropy.add_(beside_sink).mul_(share)
+                self._put("entropy", block, entropy if empty is None else entropy.masked_fill_(empty, 0.0))
+            if share is not None:
                 weights.mul_(share.unsqueeze(-1))
-                log_sum = with_sink
+                log_sum = torch.logaddexp(log_sum, sink - top)
             if "logsumexp" in names:
                 lse = top + log_sum
                 if empty is not None and part.sinks is None:
@@ -202,9 +212,6 @@ class _Blocks:
                 elif empty is not None:
                     lse = torch.where(empty, sink, lse)
                 self._put("logsumexp", block, lse)
-            if "entropy" in names:
-                entropy = self._entropy(part, logits, weights, log_sum)
-                self._put("entropy", block, entropy if empty is None else entropy.masked_fill_(empty, 0.0))
         if "context" in names:
             assert value is not None
             context = _product(weights, value[:, :, block.keys])
@@ -256,15 +263,14 @@ class _Blocks:
                 tile.masked_fill_(forbidden[..., run], -math.inf)
 
     def _entropy(self, part: CanonicalProblem, logits: Tensor, weights: Tensor, log_sum: Tensor) -> Tensor:
-        """-sum(w ln w) of weights and their logits below the largest; the logits are lost.
+        """-sum(w ln w) of weights that add up to 1 and their logits below the largest; the logits are lost.
 
         ln w = logit - log_sum. No term is large where the entropy is small: the largest logit is 0 here.
         """
         if self._forbidden is not None or part.bias is not None:
             # 0 times infinity is NaN.
             logits.clamp_(min=torch.finfo(logits.dtype).min)
-        entropy = logits.mul_(weights).sum(dim=-1).neg_()
-        return entropy.add_(log_sum if part.sinks is None else log_sum * weights.sum(dim=-1)).add_(0.0)
+        return logits.mul_(weights).sum(dim=-1).neg_().add_(log_sum).add_(0.0)
 
     def _put(self, name: str, block: _Block, found: Tensor) -> None:
         self._outputs[name][block.items, block.target, block.places] = found

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_core.canonical import CanonicalProblem
-from attn_core.cut import Cut, even
+from attn_core.cut import THREADS_FROM_FLOPS, Cut, even
 from attn_core.errors import Checkpoint, never_abandoned
 from attn_core.hazards import Hazards, without_hazards
 from attn_core.kernels import blocked, fused, manual, outputs_by_fused
@@ -25,19 +25,24 @@ PART_BYTES = 2**20
 EXACT_PAIRS = 2**17
 """Blocks of the manual kernel are so small here: they count in the memory of every problem, and few need them."""
 FEW_ROWS = 32
-"""On several threads the bits of so few float32 rows may tell which heads were computed beside them."""
+"""On several threads the bits of so few float32 rows may tell which heads were computed beside them; on one, none do."""
 
 
 def part_size(problem: CanonicalProblem, *, device_type: str | None = None) -> Cut:
     """How many items and heads are answered at once, all their rows."""
     dims = problem.dims
-    if (device_type or problem.device.type) != "cpu" or dims.seq_len_q <= FEW_ROWS:
+    on_cpu, heads_are_aligned = (device_type or problem.device.type) == "cpu", _heads_are_aligned(problem)
+    has_threads = dims.num_pairs * 2 * (dims.head_dim + dims.head_dim_v) >= THREADS_FROM_FLOPS
+    if not on_cpu or (heads_are_aligned and has_threads and dims.seq_len_q <= FEW_ROWS):
         # A head keeps its bits in the company that it has without any hazard. So it is on a GPU, too.
         own = fused.cut(problem, device_type=device_type)
         return Cut(own.items, own.heads, dims.seq_len_q)
-    if not _heads_are_aligned(problem):
+    if not heads_are_aligned:
         # In a copy of its own a head would begin elsewhere, and BLAS picks its instructions by the address.
-        return Cut(dims.batch, dims.num_heads, dims.seq_len_q)
+        items = dims.batch
+        if _items_are_aligned(problem) and not (has_threads and dims.seq_len_q <= FEW_ROWS):
+            items = even(items, max(1, PART_BYTES * items // max(1, _operand_bytes(problem))))
+        return Cut(items, dims.num_heads, dims.seq_len_q)
     numbers = dims.group_size * dims.seq_len_q * dims.head_dim + dims.seq_len_kv * (dims.head_dim + dims.head_dim_v)
     groups = max(1, PART_BYTES // max(1, numbers * problem.query.dtype.itemsize))
     if groups >= dims.num_kv_heads:
@@ -52,10 +57,23 @@ def exact_size(dims: Dims) -> Cut:
 
 def _heads_are_aligned(problem: CanonicalProblem) -> bool:
     """Whether every head of query, key and value lies by itself, and begins on a multiple of 64 bytes."""
-    operands = (problem.query, problem.key, problem.value)
     return all(
-        t.is_contiguous() and t.shape[2] * t.shape[3] * t.dtype.itemsize % ALIGNMENT_BYTES == 0 for t in operands
+        t.is_contiguous() and t.shape[2] * t.shape[3] * t.dtype.itemsize % ALIGNMENT_BYTES == 0
+        for t in (problem.query, problem.key, problem.value)
     )
+
+
+def _items_are_aligned(problem: CanonicalProblem) -> bool:
+    """Whether every item does, in the order of heads or of tokens: a copy of it lies as it does itself."""
+    return all(
+        (t.is_contiguous() or t.transpose(1, 2).is_contiguous())
+        and t.shape[1] * t.shape[2] * t.shape[3] * t.dtype.itemsize % ALIGNMENT_BYTES == 0
+        for t in (problem.query, problem.key, problem.value)
+    )
+
+
+def _operand_bytes(problem: CanonicalProblem) -> int:
+    return sum(t.numel() for t in (problem.query, problem.key, problem.value)) * problem.query.dtype.itemsize
 
 
 def attend(
@@ -72,6 +90,8 @@ def attend(
     """
     dims = problem.dims
     size = part_size(problem)
+    # A bias is added to the logits of a row, and reaches no other.
+    of_many_rows = replace(hazards, bias=False)
     outputs: dict[str, Tensor] = {}
     empty: Tensor | None = None
     nonfinite: Tensor | None = None
@@ -80,7 +100,7 @@ def attend(
         if own.all():
             output = KernelOutput(outputs={name: new_output(part, name) for name in problem.outputs})
         else:
-            output = fused_attend(without_hazards(part, hazards, checkpoint), checkpoint, like=problem)
+            output = fused_attend(without_hazards(part, of_many_rows, checkpoint), checkpoint, like=problem)
         if own.any():
             nonfinite = torch.zeros_like(touched) if nonfinite is None else nonfinite
             nonfinite[items, heads] = _put_exact(output.outputs, part, hazards, own, checkpoint)

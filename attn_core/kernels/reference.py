@@ -81,7 +81,9 @@ def attend(problem: AttentionProblem) -> dict[str, Tensor]:
             out["logits"][b, h] = logits
             for i in range(seq_len_q):
                 _one_row(out, b, h, i, logits[i], v, forbidden[i], problem.sinks)
-    out["weight_totals"] = out["weights"].sum(2)
+    by_key = out["weights"].transpose(2, 3).tolist()
+    totals = [[[math.fsum(own) for own in head] for head in item] for item in by_key]
+    out["weight_totals"] = torch.tensor(totals, dtype=torch.float64).view(out["weight_totals"].shape)
     if options.top_k is not None:
         out["top_weights"], out["top_keys"] = _top(out["weights"], out["logits"], options.top_k)
     return out
@@ -111,7 +113,8 @@ def _one_row(
     out["logsumexp"][b, h, i] = top + torch.log(total)
     out["context"][b, h, i] = (weights.unsqueeze(1) * value[seen]).sum(0)
     positive = weights[weights != 0]
-    out["entropy"][b, h, i] = -(positive * torch.log(positive)).sum()
+    # Rounded once, as totals are: the sum of many equal terms would be off by more than the kernels beside it.
+    out["entropy"][b, h, i] = -math.fsum((positive * torch.log(positive)).tolist())
 
 
 def _top(weights: Tensor, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from attn_core import (
     WeightedSumProblem,
     check_problem,
 )
-from attn_core.engine import THREADS_FROM_FLOPS
+from attn_core.cut import THREADS_FROM_FLOPS
 from attn_core.prepared import prepare
 from attn_core.problem import OUTPUTS
 from tests.support.factory import DTYPES, features, make_problem, make_tensor, with_tensors

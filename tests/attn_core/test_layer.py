@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from attn_core import AttentionError, AttentionResult, Engine, InvalidProblem
-from attn_core.engine import THREADS_FROM_FLOPS
+from attn_core.cut import THREADS_FROM_FLOPS
 from attn_core.errors import Abandoned
 from attn_core.prepared import prepare
 from attn_core.problem import (
