@@ -215,37 +215,39 @@ def _manual_block(problem: CanonicalProblem, size: Cut) -> int:
     half = problem.query.dtype != problem.compute_dtype
     kv_heads = items * -(-heads // dims.group_size)
     values = min(kv_heads * dims.seq_len_kv, max(kv_heads, manual.KEY_NUMBERS // dims.head_dim_v)) * dims.head_dim_v
-    # Of values that are not finite: their finite part, and whether and how each number is none; of pairs beside them
-    # whether they count.
-    scratch = values * (2 * wide + 3)
-    scratch += min(pairs, max(PAIRS_AT_ONCE, items * heads * dims.seq_len_kv)) * (2 * wide + 2)
-    if half or not problem.key.is_contiguous() or not problem.value.is_contiguous():
-        width = max(dims.head_dim, dims.head_dim_v)
-        scratch += min(kv_heads * dims.seq_len_kv * width, max(kv_heads * width, manual.KEY_NUMBERS)) * wide
-    # Queries, and the context in both dtypes, its sum and marks.
-    scratch += num_rows * (dims.head_dim * (wide + itemsize) + dims.head_dim_v * (3 * wide + 3))
+    # From one block to the next: queries in another dtype, the context.
+    held = num_rows * (half * dims.head_dim * wide + dims.head_dim_v * itemsize)
     if not manual.computes_in_place(problem):
-        scratch += pairs * wide
+        held += pairs * wide
     if not problem.forbids_nothing:
         # Booleans being combined, the mask as bits, and what stands for forbidden pairs.
         by_item, by_head = problem.masks_apart
         places = (items if by_item else 1) * (heads if by_head else 1)
-        scratch += places * rows * dims.seq_len_kv * (2 + 2 * wide)
-    beside = [0]
+        held += places * rows * dims.seq_len_kv * (2 + 2 * wide)
+    copied = 0
+    if half or not problem.key.is_contiguous() or not problem.value.is_contiguous():
+        width = max(dims.head_dim, dims.head_dim_v)
+        copied = min(kv_heads * dims.seq_len_kv * width, max(kv_heads * width, manual.KEY_NUMBERS)) * wide
+    # Of values that are not finite: their finite part, and whether and how each number is none; of pairs beside them
+    # whether they count; the context, its sum and marks.
+    of_context = copied + values * (2 * wide + 3) + num_rows * dims.head_dim_v * (3 * wide + 3)
+    of_context += min(pairs, max(PAIRS_AT_ONCE, items * heads * dims.seq_len_kv)) * (2 * wide + 2)
+    # One after the other: queries below each other, and keys; the context; what is asked besides.
+    steps = [copied + num_rows * dims.head_dim * wide, of_context]
     if problem.alibi_slopes is not None:
         # Distances are whole numbers first, one for all heads.
         places = items if problem.is_ragged else 1
-        beside.append(pairs * wide + places * rows * dims.seq_len_kv * (2 * torch.int64.itemsize + wide))
+        steps.append(pairs * wide + places * rows * dims.seq_len_kv * (2 * torch.int64.itemsize + wide))
     if (bias := problem.bias) is not None and bias.dtype != problem.compute_dtype:
-        beside.append(pairs * wide)
+        steps.append(pairs * wide)
     if "logsumexp" in problem.outputs or "entropy" in problem.outputs:
-        beside.append(2 * pairs * wide)
+        steps.append(2 * pairs * wide)
     if "top_weights" in problem.outputs:
         # The ranked copy; of the rows ranked at once their sorted values and indices.
         ranked = min(pairs, max(manual.SORTED_PAIRS, dims.seq_len_kv)) * (itemsize + torch.int64.itemsize)
-        beside.append(2 * pairs * itemsize + ranked)
-        scratch += num_rows * min(problem.top_k or 0, dims.seq_len_kv) * (itemsize + 9)
-    return scratch + max(beside)
+        steps.append(2 * pairs * itemsize + ranked)
+        held += num_rows * min(problem.top_k or 0, dims.seq_len_kv) * (itemsize + 9)
+    return held + max(steps)
 
 
 def _blocked_scratch(problem: CanonicalProblem, device_type: str | None) -> int:

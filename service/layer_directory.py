@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import json
 import logging
 import os
 import tempfile
@@ -17,12 +19,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from attn_core.errors import Checkpoint, never_abandoned
 from attn_core.placement import ALIGNMENT_BYTES
-from attn_core.problem import LayerParameters
+from attn_core.problem import PARAMETER_NAMES, LayerParameters
+from attn_core.validate import dtype_text
 from service.wire import safetensors_format
 from service.wire.arrays import Buffer
+from service.wire.tensors import bytes_of
 
 log = logging.getLogger("attn.layers")
 
@@ -30,6 +35,22 @@ SUFFIX = ".safetensors"
 # No layer's name begins with a dot.
 _UNFINISHED_PREFIX, _UNFINISHED_SUFFIX = ".attn-", ".unfinished"
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP)
+
+
+def in_order(parameters: LayerParameters) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a layer, by the names of ``PARAMETER_NAMES`` and in their order."""
+    return ((name, parameters.weights[name]) for name in PARAMETER_NAMES if name in parameters.weights)
+
+
+def content_hash(parameters: LayerParameters) -> str:
+    """A hash of all that decides the answers of a layer: weights to the bit, and how they are read."""
+    num_kv_heads = parameters.num_kv_heads or parameters.num_heads
+    tensors = [(name, dtype_text(tensor.dtype), list(tensor.shape)) for name, tensor in in_order(parameters)]
+    head = json.dumps([parameters.weight_layout, parameters.num_heads, num_kv_heads, tensors])
+    digest = hashlib.sha256(head.encode())
+    for _, tensor in in_order(parameters):
+        digest.update(bytes_of(tensor))
+    return digest.hexdigest()
 
 
 class UnusableDirectory(Exception):
@@ -83,6 +104,10 @@ class LayerDirectory:
         """Raises: OSError."""
         return self.file(name).stat().st_size
 
+    def holds(self, name: str) -> bool:
+        """Whether there is a file for a layer of this name, whatever is in it."""
+        return os.path.lexists(self.file(name))
+
     def is_one_file(self, name: str, other: str) -> bool:
         """Whether two names mean the same file, as they may where case does not count."""
         try:
@@ -114,7 +139,7 @@ class LayerDirectory:
         descriptor, unfinished = self._make_unfinished()
         try:
             with open(descriptor, "wb") as file:
-                for piece in safetensors_format.encode_parameters(parameters):
+                for piece in safetensors_format.encode_parameters(parameters, content_hash(parameters)):
                     file.write(piece)
                 file.flush()
                 os.fsync(descriptor)

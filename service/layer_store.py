@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import hashlib
-import json
 import logging
 import re
 from collections.abc import Callable, Coroutine, Iterator
@@ -20,17 +18,15 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
 
 from attn_core.errors import Abandoned, AttentionError, Checkpoint, Fault, InvalidProblem, TooLarge
-from attn_core.problem import PARAMETER_NAMES, LayerParameters
+from attn_core.problem import LayerParameters
 from attn_core.validate import dtype_text
-from service.errors import AlreadyExists, NotFound, ServiceError, Unavailable
-from service.layer_directory import LayerDirectory
+from service.errors import AlreadyExists, Malformed, NotFound, ServiceError, Unavailable
+from service.layer_directory import LayerDirectory, content_hash, in_order
 from service.wire import safetensors_format
 from service.wire.inference_models import BUILT_IN
 from service.wire.requests import ReadLimits
-from service.wire.tensors import bytes_of
 from service.wire.text import short, short_name
 
 log = logging.getLogger("attn.layers")
@@ -76,7 +72,7 @@ class StoredLayer:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in _in_order(self.parameters)}
+        return {name: tuple(tensor.shape) for name, tensor in in_order(self.parameters)}
 
     @property
     def num_parameters(self) -> int:
@@ -111,25 +107,9 @@ def parameters_bytes(parameters: LayerParameters) -> int:
     return sum(tensor.nbytes for tensor in parameters.weights.values())
 
 
-def _in_order(parameters: LayerParameters) -> Iterator[tuple[str, Tensor]]:
-    return ((name, parameters.weights[name]) for name in PARAMETER_NAMES if name in parameters.weights)
-
-
-def _content_hash(parameters: LayerParameters) -> str:
-    num_kv_heads = parameters.num_kv_heads or parameters.num_heads
-    tensors = [(name, dtype_text(tensor.dtype), list(tensor.shape)) for name, tensor in _in_order(parameters)]
-    head = json.dumps([parameters.weight_layout, parameters.num_heads, num_kv_heads, tensors])
-    digest = hashlib.sha256(head.encode())
-    for _, tensor in _in_order(parameters):
-        digest.update(bytes_of(tensor))
-    return digest.hexdigest()
-
-
 def _own(layer: StoredLayer) -> StoredLayer:
     """The layer with weights of its own, where torch puts them: those of a request lie in memory that is used again."""
-    weights = {
-        name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in _in_order(layer.parameters)
-    }
+    weights = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in in_order(layer.parameters)}
     return replace(layer, parameters=replace(layer.parameters, weights=weights))
 
 
@@ -210,9 +190,12 @@ class LayerStore:
         # A header may be long; what is behind it has to find room.
         file_bytes = directory.size(name)
         self._check_room(name, max(0, file_bytes - safetensors_format.MAX_HEADER_BYTES - 8))
-        parameters = safetensors_format.decode_parameters(directory.read(name), limits)
+        parameters, written = safetensors_format.decode_kept(directory.read(name), limits)
         self._check_room(name, parameters_bytes(parameters))
-        self._layers[name] = _own(StoredLayer(name, parameters, _content_hash(parameters)))
+        found = content_hash(parameters)
+        if written is not None and written != found:
+            raise Malformed("its content is not what was written: the hash of it is another")
+        self._layers[name] = _own(StoredLayer(name, parameters, found))
 
     def check_room(self, name: str, num_bytes: int) -> None:
         """Refuse a layer that would not find room. Raises: TooLarge, InvalidProblem where there are too many."""
@@ -245,7 +228,7 @@ class LayerStore:
 
     async def _put(self, name: str, parameters: LayerParameters, check: Checkpoint, *, may_replace: bool) -> Kept:
         async with self._alone(name):
-            offered = StoredLayer(name, parameters, await self._in_thread(_content_hash, parameters))
+            offered = StoredLayer(name, parameters, await self._in_thread(content_hash, parameters))
             present = self._layers.get(name)
             if present is not None and present.content_hash == offered.content_hash:
                 return Kept(present, is_new=False)
@@ -254,12 +237,17 @@ class LayerStore:
             check()
             with self._room(name, offered.num_bytes):
                 twins = [other for other in self._layers if other != name and other.lower() == name.lower()]
-                layer = await self._in_thread(self._keep, offered, present, twins, check)
+                layer = await self._in_thread(self._keep, offered, present, twins, check, may_replace)
                 self._layers[name] = layer
             return Kept(layer, is_new=present is None)
 
     def _keep(
-        self, offered: StoredLayer, present: StoredLayer | None, twins: list[str], check: Checkpoint
+        self,
+        offered: StoredLayer,
+        present: StoredLayer | None,
+        twins: list[str],
+        check: Checkpoint,
+        may_replace: bool,
     ) -> StoredLayer:
         layer, directory = _own(offered), self._directory
         if directory is None:
@@ -268,6 +256,9 @@ class LayerStore:
         for twin in twins:
             if directory.is_one_file(layer.name, twin):
                 raise AlreadyExists(f"the file system takes {layer.name} and {twin}, which is kept, for one name")
+        if present is None and not may_replace and directory.holds(layer.name):
+            # Valid, perhaps, and beyond a budget that was set too low: nobody's weights go without a word.
+            raise AlreadyExists(f"a file of layer {layer.name} is there and was not read: ?replace=true writes over it")
         previous = None if present is None else present.parameters
         with _told(f"layer {layer.name} cannot be written"):
             directory.write(layer.name, layer.parameters, previous=previous, check=check)
@@ -318,7 +309,9 @@ class LayerStore:
             others[other] = max(promised, others.get(other, 0))
         others.pop(name, None)
         if len(others) >= self.max_layers:
-            raise InvalidProblem([Fault("name", f"at most {self.max_layers} layers at a time", "one more")])
+            raise InvalidProblem(
+                [Fault("", f"at most {self.max_layers} layers at a time; delete one that is not needed", "one more")]
+            )
         allowed = self.max_bytes - sum(others.values())
         if num_bytes > allowed:
             raise TooLarge(needed_bytes=num_bytes, allowed_bytes=allowed)

@@ -161,6 +161,8 @@ class _Blocks:
                 found = self._compute(part, block, key, value, checkpoint)
                 if marks is not None and found is not None:
                     marks[items, heads, places] = found
+            # The old copies go before new ones come.
+            del part, key, value
         return empty if marks is None else marks
 
     def _compute(
@@ -344,7 +346,7 @@ def _with_keys(problem: CanonicalProblem, keys: slice) -> CanonicalProblem:
 
 def _by_itself(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor as it lies in a copy of its own, since BLAS picks its instructions by the address."""
-    lying = tensor.to(dtype).contiguous()
+    lying = tensor.contiguous() if tensor.dtype == dtype else tensor.to(dtype, memory_format=torch.contiguous_format)
     return lying.clone() if lying.data_ptr() % ALIGNMENT_BYTES else lying
 
 

@@ -25,7 +25,7 @@ PART_BYTES = 2**20
 EXACT_PAIRS = 2**17
 """Blocks of the manual kernel are so small here: they count in the memory of every problem, and few need them."""
 FEW_ROWS = 32
-"""On several threads the bits of so few float32 rows may tell which heads were computed beside them; on one, none do."""
+"""On several threads the bits of so few float32 rows may tell which heads were computed beside them; never on one."""
 
 
 def part_size(problem: CanonicalProblem, *, device_type: str | None = None) -> Cut:

@@ -305,6 +305,8 @@ class _RestDoor:
                 "max_axis": limits.read.tensors.max_axis,
                 "max_rank": MAX_RANK,
                 "max_header_bytes": safetensors_format.MAX_HEADER_BYTES,
+                "layer_budget_bytes": self._parts.layers.max_bytes,
+                "max_layers": self._parts.layers.max_layers,
             },
         }
 

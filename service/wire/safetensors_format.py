@@ -31,6 +31,8 @@ from service.wire.text import load_small, repeated_fault, short, short_name
 
 MEDIA_TYPE = "application/vnd.safetensors"
 MAX_HEADER_BYTES = 2**20
+CONTENT_HASH = "content_hash"
+"""In the metadata of a kept layer's file alone: what its content was as it was written."""
 
 CODES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -61,7 +63,8 @@ def decode(
 
     Raises: Malformed when bytes, offsets and sizes disagree; InvalidProblem with every fault.
     """
-    parts = _read(body, call, limits.tensors, also)
+    header, data_start = _read_header(body)
+    parts = _read(body, header, data_start, call, limits.tensors, also)
     return assemble(call, parts, limits, answer_is_json=answer_is_json, stored=stored)
 
 
@@ -70,12 +73,25 @@ def decode_parameters(body: Buffer, limits: ReadLimits, *, also: Sequence[Fault]
 
     Raises: Malformed when bytes, offsets and sizes disagree; InvalidProblem with every fault.
     """
-    return assemble_parameters(_read(body, LAYER_PARAMETERS, limits.tensors, also))
-
-
-def _read(body: Buffer, form: Form, limits: Limits, also: Sequence[Fault]) -> Parts:
-    """A body taken apart. Raises: Malformed, InvalidProblem."""
     header, data_start = _read_header(body)
+    return assemble_parameters(_read(body, header, data_start, LAYER_PARAMETERS, limits.tensors, also))
+
+
+def decode_kept(file: Buffer, limits: ReadLimits) -> tuple[LayerParameters, str | None]:
+    """A file that ``encode_parameters`` wrote, and the hash of its content that it has; None where it has none.
+
+    Raises: as ``decode_parameters``.
+    """
+    header, data_start = _read_header(file)
+    metadata = header.get("__metadata__")
+    written = metadata.pop(CONTENT_HASH, None) if isinstance(metadata, dict) else None
+    return assemble_parameters(_read(file, header, data_start, LAYER_PARAMETERS, limits.tensors, ())), written
+
+
+def _read(
+    body: Buffer, header: dict[str, Any], data_start: int, form: Form, limits: Limits, also: Sequence[Fault]
+) -> Parts:
+    """A body taken apart. Raises: Malformed, InvalidProblem."""
     parts = Parts(faults=list(also))
     metadata = header.pop("__metadata__", {})
     _read_metadata(metadata, form, parts)
@@ -221,14 +237,16 @@ def encode(outputs: Mapping[str, Tensor], info: Mapping[str, Any]) -> list[bytes
     return write(outputs, {"info": orjson.dumps(info).decode()})
 
 
-def encode_parameters(parameters: LayerParameters) -> list[bytes | memoryview]:
-    """A layer that is kept as pieces of what ``decode_parameters`` reads."""
+def encode_parameters(parameters: LayerParameters, content_hash: str) -> list[bytes | memoryview]:
+    """A layer that is kept as pieces of what ``decode_kept`` reads."""
     options = {
         "weight_layout": parameters.weight_layout,
         "num_heads": parameters.num_heads,
         "num_kv_heads": parameters.num_kv_heads,
     }
-    return write(parameters.weights, {"format": "pt", "options": orjson.dumps(options).decode()})
+    return write(
+        parameters.weights, {"format": "pt", "options": orjson.dumps(options).decode(), CONTENT_HASH: content_hash}
+    )
 
 
 def write(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[bytes | memoryview]:

@@ -8,7 +8,16 @@ import torch
 from tests.support.accuracy import MASKS, OUTPUTS_OF, hard_problems, worst_ratio
 from tests.support.factory import DTYPES
 
-GRID = {1: MASKS, 2: ("lower_right",), 7: MASKS, 16: ("mask and bias",), 17: MASKS, 64: ("nothing", "causal alibi")}
+GRID = {
+    1: MASKS,
+    2: ("lower_right",),
+    7: MASKS,
+    16: ("mask and bias",),
+    17: MASKS,
+    64: ("nothing", "causal alibi"),
+    # Sums of so many equal numbers are off as far as each of them.
+    257: ("sinks",),
+}
 """Lengths and their masks; ``python -m tests.benchmarks.accuracy`` goes over many more."""
 
 

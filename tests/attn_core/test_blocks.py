@@ -128,16 +128,22 @@ def test_number_of_threads_cannot_change_a_bit_of_a_problem_in_blocks(case: str,
     assert_same_bits(one, two)
 
 
+@pytest.mark.parametrize("layout", ["bhtd", "bthd", "btd"])
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("seq_len_q", [1, 3, 6, 40])
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 7])
-def test_heads_beside_one_that_is_not_finite_keep_their_bits_on_more_threads(
-    num_heads: int, seq_len_q: int, monkeypatch: pytest.MonkeyPatch
+def test_heads_beside_one_that_is_not_finite_keep_their_bits_on_any_number_of_threads(
+    num_heads: int, seq_len_q: int, threads: int, layout: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(isolated, "PART_BYTES", 1)
-    monkeypatch.setattr("attn_core.engine.THREADS_FROM_FLOPS", 0)
-    problem = make_problem(batch=2, num_heads=num_heads, seq_len_q=seq_len_q, seq_len_kv=600, head_dim=64)
+    for module in ("engine", "kernels.isolated"):
+        monkeypatch.setattr(f"attn_core.{module}.THREADS_FROM_FLOPS", 0 if threads > 1 else 2**60)
+    problem = make_problem(
+        batch=3, num_heads=num_heads, seq_len_q=seq_len_q, seq_len_kv=600, head_dim=64, layout=layout
+    )
     query = problem.query.clone()
-    query[0, 0, 0] = torch.nan
+    # Of the first head of the first item.
+    query[(0, 0, 0) if layout != "btd" else (0, 0, slice(64))] = torch.nan
     before = torch.get_num_threads()
     try:
         clean, result = (
@@ -146,8 +152,30 @@ def test_heads_beside_one_that_is_not_finite_keep_their_bits_on_more_threads(
         )
     finally:
         torch.set_num_threads(before)
-    clean[0, 0, 0] = torch.nan
+    clean[(0, 0, 0) if layout != "btd" else (0, 0, slice(64))] = torch.nan
     assert same_bits(clean, result)
+
+
+@pytest.mark.parametrize("seq_len_q", [1, 40])
+@pytest.mark.parametrize("seq_len_kv", [600, 601])
+@pytest.mark.parametrize("layout", ["bhtd", "bthd", "btd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_hidden_nan_leaves_the_bits_of_every_layout(
+    dtype: torch.dtype, layout: Any, seq_len_kv: int, seq_len_q: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isolated, "PART_BYTES", 1)
+    lengths = {"key_lengths": torch.tensor([500, seq_len_kv, 7])}
+    problem = make_problem(
+        batch=3, num_kv_heads=2, seq_len_q=seq_len_q, seq_len_kv=seq_len_kv, head_dim=64, layout=layout, dtype=dtype,
+        tensors=lengths,
+    )  # fmt: skip
+    assert problem.key is not None and problem.value is not None
+    key, value = problem.key.clone(), problem.value.clone()
+    behind = (2, slice(None), 9) if layout == "bhtd" else (2, 9)
+    key[behind], value[behind] = torch.nan, torch.inf
+    clean, result = (Engine().attend(own) for own in (problem, with_tensors(problem, key=key, value=value)))
+    assert_same_bits(clean, result)
+    assert result.nonfinite_rows == 0
 
 
 @pytest.mark.parametrize("causal", [False, True])

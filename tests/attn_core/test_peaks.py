@@ -23,18 +23,34 @@ def case(
 
 MASK = {"allow_mask": (1, 1, 1024, 1024)}
 WHOLE = ("context", "weights")
+SUMMARIES = ("context", "logsumexp", "entropy", "top_weights", "weight_totals")
+WINDOW: dict[str, Any] = {"causal": "lower_right", "window_left": 256}
+MASK_AND_BIAS = {"allow_mask": (1, 1, 2048, 2048), "bias": (1, 1, 2048, 2048)}
 CASES = {
     "fused": case(2, 8, 1024, 1024, 64),
     "fused, many items": case(32, 8, 128, 128, 64),
     "fused, a mask": case(1, 8, 1024, 1024, 64, shapes=MASK),
     "fused, bfloat16": case(4, 8, 1024, 1024, 64, dtype="bfloat16"),
     "fused, keys shared": case(2, 8, 2048, 1500, 64, num_kv_heads=2, causal="lower_right"),
+    "fused, tokens first": case(4, 8, 1024, 1024, 64, layout="bthd"),
+    "fused, decoding": case(8, 16, 1, 1024, 64, num_kv_heads=4),
+    "fused, decoding, tokens first": case(8, 16, 1, 1024, 64, num_kv_heads=4, layout="btd"),
     "manual": case(1, 8, 1024, 1024, 64, outputs=WHOLE),
     "manual, a mask": case(1, 8, 1024, 1024, 64, outputs=WHOLE, shapes=MASK),
     "manual, bfloat16": case(2, 8, 1024, 1024, 64, outputs=WHOLE, dtype="bfloat16"),
     "manual, causal": case(4, 8, 512, 512, 64, outputs=("weights", "logsumexp"), causal="lower_right"),
     "manual, many items": case(32, 8, 128, 128, 64, outputs=WHOLE),
     "manual, every matrix": case(1, 8, 512, 512, 64, outputs=("context", "weights", "scores", "logits")),
+    "manual, decoding, tokens first": case(8, 16, 1, 1024, 64, num_kv_heads=4, layout="btd", outputs=WHOLE),
+    "blocked": case(1, 8, 2048, 2048, 64, outputs=SUMMARIES, top_k=16),
+    "blocked, mask and bias": case(1, 8, 2048, 2048, 64, outputs=SUMMARIES, top_k=16, shapes=MASK_AND_BIAS),
+    "blocked, bfloat16, a window": case(1, 8, 2048, 2048, 64, outputs=SUMMARIES, top_k=16, dtype="bfloat16", **WINDOW),
+    "blocked, bfloat16, many items": case(
+        8, 2, 32, 4096, 64, outputs=SUMMARIES, top_k=16, dtype="bfloat16", path="blocked"
+    ),
+    "gradients": case(2, 8, 1024, 1024, 64, gradients=True),
+    "gradients, keys shared": case(2, 8, 1024, 1024, 64, num_kv_heads=2, causal="lower_right", gradients=True),
+    "gradients, bfloat16, a mask": case(2, 8, 1024, 1024, 64, dtype="bfloat16", shapes=MASK, gradients=True),
 }
 
 

@@ -433,8 +433,9 @@ def test_layers_outlive_the_server(tmp_path: Path) -> None:
         assert forward(client) == bits
         assert put(client, "first", first).status_code == 200
         told = {entry["message"] for entry in server.log if entry["level"] == "warning"}
-        # A name that no layer has is free, whatever its file was.
-        assert put(client, "damaged", second).status_code == 201
+        # The file may be worth something to somebody: it goes only where that is said.
+        assert put(client, "damaged", second).status_code == 409
+        assert put(client, "damaged", second, query="?replace=true").status_code == 201
     for name in ("damaged.safetensors", "sdpa.safetensors", ".attn-x.unfinished"):
         assert any(str(tmp_path / name) in message for message in told), told
     assert (tmp_path / "damaged.safetensors").read_bytes() == whole

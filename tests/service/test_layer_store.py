@@ -270,8 +270,8 @@ def test_there_are_never_more_layers_than_may_be() -> None:
     put(store, "second", make_parameters())
     with pytest.raises(InvalidProblem) as caught:
         put(store, "third", make_parameters())
-    assert caught.value.faults[0].field == "name"
-    assert caught.value.faults[0].expected == "at most 2 layers at a time"
+    assert caught.value.faults[0].field == ""
+    assert caught.value.faults[0].expected == "at most 2 layers at a time; delete one that is not needed"
     put(store, "second", make_parameters(seed=2), may_replace=True)
     delete(store, "first")
     put(store, "third", make_parameters())
@@ -472,6 +472,31 @@ def test_a_damaged_file_is_named_with_the_reason_and_the_others_are_read(
     assert any("b_output.2: expected a finite number, received Infinity" in line for line in told)
     assert any("body: expected 616 bytes of data, as the header says, received 617 bytes" in line for line in told)
     assert max(map(len, told)) < 1000
+
+
+def test_a_file_whose_numbers_have_changed_is_named_and_not_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(kept_in(tmp_path), "good", make_parameters())
+    file = tmp_path / f"good{SUFFIX}"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 0x10
+    file.write_bytes(content)
+    assert kept_in(tmp_path).all() == []
+    assert f"{file}: its content is not what was written" in caplog.text
+
+
+def test_a_file_that_was_not_read_is_written_over_on_request_alone(tmp_path: Path) -> None:
+    put(kept_in(tmp_path), "large", make_parameters(dtype=torch.float64))
+    file = tmp_path / f"large{SUFFIX}"
+    before = file.read_bytes()
+    store = kept_in(tmp_path, max_bytes=num_bytes(make_parameters()))
+    with pytest.raises(AlreadyExists):
+        put(store, "large", make_parameters())
+    assert file.read_bytes() == before
+    store.check_integrity()
+    put(store, "large", make_parameters(), may_replace=True)
+    assert [layer.name for layer in kept_in(tmp_path).all()] == ["large"]
 
 
 def test_a_file_of_another_name_is_named_and_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

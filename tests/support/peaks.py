@@ -34,7 +34,8 @@ class Peak:
 
 
 def measure_peaks(cases: Iterable[dict[str, Any]]) -> list[Peak]:
-    """The peak of each case: arguments of ``make_problem`` as JSON has them, ``shapes`` those of masks and bias."""
+    """The peak of each case: arguments of ``make_problem`` as JSON has them, ``shapes`` those of masks and bias, and
+    ``gradients`` where it is the backward pass of these."""
     lines = "".join(json.dumps(case) + "\n" for case in cases)
     command = [sys.executable, "-m", "tests.support.peaks"]
     answered = subprocess.run(command, input=lines, capture_output=True, text=True, check=False)
@@ -71,6 +72,7 @@ def _measure(case: dict[str, Any]) -> dict[str, int]:
 
     from attn_core import Engine
     from tests.support.factory import make_mask, make_problem, make_tensor
+    from tests.support.gradients import make_gradients
     from tests.support.memory import peak_bytes_of
 
     torch.set_num_threads(1)
@@ -79,7 +81,9 @@ def _measure(case: dict[str, Any]) -> dict[str, int]:
     for name, shape in case.pop("shapes", {}).items():
         tensors[name] = make_tensor(*shape, dtype=dtype) if name == "bias" else make_mask(*shape)
     case["outputs"] = tuple(case["outputs"])
-    problem = make_problem(dtype=dtype, tensors=tensors, **case)
+    is_backward = case.pop("gradients", False)
+    forward = make_problem(dtype=dtype, tensors=tensors, **case)
+    problem = make_gradients(forward) if is_backward else forward
     engine = Engine()
     engine.warm_up()
     prepared = engine.prepare(problem)
@@ -99,7 +103,7 @@ def _measure(case: dict[str, Any]) -> dict[str, int]:
 
 def main() -> None:
     # Before the first fork: the core, and what the profiler would import in each of them.
-    importlib.import_module("tests.support.factory")
+    importlib.import_module("tests.support.gradients")
     importlib.import_module("torch._inductor.standalone_compile")
 
     for line in sys.stdin:
