@@ -190,7 +190,7 @@ def _isolated_scratch(problem: CanonicalProblem, own: Cut, device_type: str) -> 
     call = Cut(min(own.items, size.items), min(own.heads, size.heads), own.rows)
     by_fused = copies + max(piece, _fused_block(problem, call, device_type, is_part=True))
     axes = replace(dims, batch=size.items, num_heads=size.heads, num_kv_heads=kv_heads)
-    exact = isolated.exact_size(axes)
+    exact = isolated.exact_size(axes, isolated.exact_pairs(problem))
     # The rows of the block as they are, and both chosen from.
     rows = exact.items * exact.heads * exact.rows
     by_manual = _manual_block(problem, exact) + rows * 2 * (dims.head_dim_v * itemsize + 2 * wide)
@@ -265,7 +265,7 @@ def _blocked_scratch(problem: CanonicalProblem, device_type: str | None) -> int:
     rest = replace(problem, outputs=tuple(name for name in problem.outputs if name not in by_fused))
     found.extend(_sweep_scratch(rest, sweep) for sweep in blocked.sweeps(rest))
     if rest.outputs:
-        dims, exact = problem.dims, isolated.exact_size(problem.dims)
+        dims, exact = problem.dims, isolated.exact_size(problem.dims, isolated.exact_pairs(problem))
         pairs = exact.items * exact.heads * exact.rows * dims.seq_len_kv
         # Its weights, from which totals are added up; before it, marks of rows.
         weights = pairs * (problem.query.dtype.itemsize + problem.compute_dtype.itemsize)
@@ -320,17 +320,19 @@ def gradients_cost(
     asked: Collection[str],
     *,
     grad_bytes: int,
+    sinks_bytes: int,
     is_self_attention: bool,
     refuses_empty_rows: bool = False,
     device_type: str | None = None,
 ) -> Cost:
-    """The cost of a backward pass; ``grad_bytes`` are those of the gradients that came in. Both paths are one kernel.
+    """The cost of a backward pass; ``grad_bytes`` are those of the gradients that came in, ``sinks_bytes`` those of
+    the sinks as they came, in whose dtype their gradient leaves. Both paths are one kernel.
 
     flops 2 B H T S (3 D + 2 V): five whole products, nothing off for masks or for what is not asked.
     """
     dims = problem.dims
     inputs = _input_bytes(problem) + grad_bytes
-    outputs = sum(_gradient_bytes(problem, name) for name in asked)
+    outputs = sum(sinks_bytes if name == "grad_sinks" else _gradient_bytes(problem, name) for name in asked)
     device_type = device_type or problem.device.type
     size = backward.cut(dims, skips_keys=backward.skips_keys(problem), device_type=device_type)
     scratch = _backward_block(problem, size, asked, is_self_attention=is_self_attention)
@@ -364,8 +366,6 @@ def _gradient_bytes(problem: CanonicalProblem, name: str) -> int:
             return problem.value.nbytes
         case "grad_bias":
             return 0 if problem.bias is None else problem.bias.nbytes
-        case "grad_sinks":
-            return dims.num_heads * wide
         case _:
             return dims.num_pairs * wide
 
@@ -377,10 +377,9 @@ def _backward_block(problem: CanonicalProblem, size: Cut, asked: Collection[str]
     pairs = rows * dims.seq_len_kv
     keys = size.items * -(-size.heads // dims.group_size) * dims.seq_len_kv
     widths, widest = dims.head_dim + dims.head_dim_v, max(dims.head_dim, dims.head_dim_v)
-    half = problem.query.dtype != problem.compute_dtype
     # What keys and values get, summed; keys and values without what is not finite, and the search for it.
     scratch = keys * ((dims.head_dim if is_self_attention else widths) + widths) * wide + keys * widest
-    if half or not problem.key.is_contiguous() or not problem.value.is_contiguous():
+    if backward.copies_keys(problem, size):
         scratch += keys * widths * wide
     # Queries and gradients of the context as they are multiplied, without what is not finite, and the query's gradient.
     scratch += rows * (2 * widths + dims.head_dim + widest) * wide

@@ -6,7 +6,8 @@ Cutting between items or heads changes no bit of it; cutting between rows may, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from attn_core.problem import Dims
@@ -79,3 +80,16 @@ def runs(total: int, size: int) -> Iterator[slice]:
     """0 to ``total`` in runs of ``size``, the last one shorter."""
     for start in range(0, total, size):
         yield slice(start, min(total, start + size))
+
+
+def pieces(shape: Sequence[int], most: int) -> Iterator[tuple[slice, ...]]:
+    """A tensor in pieces of at most so many numbers, cut along its first axes, in the order of its numbers."""
+    axis = next((axis for axis, size in enumerate(shape) if size > 1), None)
+    numbers, every = math.prod(shape), (slice(None),) * len(shape)
+    if numbers <= most or axis is None:
+        yield every
+        return
+    size = most * shape[axis] // numbers
+    for own in runs(shape[axis], max(1, size)):
+        for inner in [every[axis + 1 :]] if size else pieces(shape[axis + 1 :], most):
+            yield (*every[:axis], own, *inner)

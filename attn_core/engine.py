@@ -15,7 +15,7 @@ from attn_core.cut import THREADS_FROM_FLOPS, even_runs
 from attn_core.errors import AttentionError, Checkpoint, never_abandoned
 from attn_core.gradients import run_gradients
 from attn_core.hazards import Hazards, find_hazards, touched_rows
-from attn_core.kernels import fused, isolated, logsumexp_by_operator, manual
+from attn_core.kernels import asks_manual_besides, fused, isolated, manual
 from attn_core.kernels.output import KernelOutput, without_pairs
 from attn_core.layer import run_layer, run_layer_gradients
 from attn_core.maths.context import weighted_context
@@ -294,14 +294,14 @@ class Engine:
         and the caller did not insist.
         """
         hazards = find_hazards(problem, checkpoint)
-        if "logsumexp" not in problem.outputs or logsumexp_by_operator(problem):
+        if not asks_manual_besides(problem):
             return self._isolated(problem, hazards, checkpoint, is_asked=is_asked)
         by_manual = manual.attend(replace(problem, outputs=("logsumexp",)), hazards, checkpoint)
         context = replace(problem, outputs=("context",))
         output, path, note = self._isolated(context, hazards, checkpoint, is_asked=is_asked)
         outputs = output.outputs | by_manual.outputs
         merged = replace(output, outputs={name: outputs[name] for name in problem.outputs})
-        return merged, path, "; logsumexp by the manual kernel" + note
+        return merged, path, note
 
     def _in_blocks(self, problem: CanonicalProblem, checkpoint: Checkpoint) -> KernelOutput:
         """The blocked kernel, the fused one for the context, and the manual one for rows that attend hazards."""

@@ -10,20 +10,21 @@ the same bits as if they were any other number.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from attn_core.canonical import CanonicalProblem
-from attn_core.cut import runs
+from attn_core.cut import pieces
 from attn_core.errors import Checkpoint, never_abandoned
 from attn_core.numerics import is_within, largest, safe_operand, safe_value
 
 PAIRS_PER_BLOCK = 2**18
 READ_AT_ONCE = 2**24
 COPIED_AT_ONCE = 2**17
+MARKED_AT_ONCE = 2**16
+"""And so many numbers of a bias: about sixteen bytes of marks and copies for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,7 @@ def find_hazards(problem: CanonicalProblem, checkpoint: Checkpoint = never_aband
         tensor = _as_it_lies(tensor)
         # torch copies what is not contiguous.
         at_once = READ_AT_ONCE if tensor.is_contiguous() else COPIED_AT_ONCE
-        pieces = _pieces(tensor.shape, at_once) if tensor.numel() > at_once else (...,)
-        for piece in pieces:
+        for piece in pieces(tensor.shape, at_once) if tensor.numel() > at_once else (...,):
             checkpoint()
             # Written so that NaN, which compares as False, counts as a hazard.
             if not is_within(tensor[piece], limit) and not largest(tensor[piece]) <= limit:
@@ -91,32 +91,18 @@ def _limits(problem: CanonicalProblem) -> tuple[float, float]:
     )
 
 
-def _pieces(shape: Sequence[int], most: int) -> Iterator[tuple[slice, ...]]:
-    """A tensor ``[.., width]`` in pieces of about so many numbers, cut along its first axes."""
-    numbers, every = math.prod(shape), (slice(None),) * len(shape)
-    axis = next((axis for axis, size in enumerate(shape[:-1]) if size > 1), None)
-    if numbers <= most or axis is None:
-        yield every
-        return
-    size = most * shape[axis] // numbers
-    if size:
-        for own in runs(shape[axis], size):
-            yield (*every[:axis], own, *every[axis + 1 :])
-        return
-    for own in runs(shape[axis], 1):
-        for inner in _pieces(shape[axis + 1 :], most):
-            yield (*every[:axis], own, *inner)
-
-
 def _is_hazardous(bias: Tensor, arithmetic: torch.dtype, checkpoint: Checkpoint) -> bool:
     """Whether a bias holds NaN, +inf or a number beyond the arithmetic; -inf is a mask."""
-    for piece in _pieces(bias.shape, READ_AT_ONCE):
+    is_wider = bias.dtype == torch.float64 != arithmetic
+    # torch copies what is not contiguous, and a wider bias may have to be marked.
+    at_once = READ_AT_ONCE if bias.is_contiguous() and not is_wider else MARKED_AT_ONCE
+    for piece in pieces(bias.shape, at_once) if bias.numel() else ():
         checkpoint()
         part = bias[piece]
-        if bias.dtype == torch.float64 != arithmetic:
-            if bool(_unsound(part, arithmetic).any()):
+        if is_wider:
+            if not largest(part) <= torch.finfo(arithmetic).max and bool(_unsound(part, arithmetic).any()):
                 return True
-        elif part.numel() and not part.max().item() < math.inf:
+        elif not part.max().item() < math.inf:
             # Nothing is rounded away, so the largest tells both.
             return True
     return False
@@ -142,6 +128,8 @@ def touched_rows(problem: CanonicalProblem, hazards: Hazards, checkpoint: Checkp
     # A key of a shared head is attended by every query head of its group.
     bad_key = bad_key.repeat_interleave(dims.num_heads // bad_key.shape[1], dim=1).unsqueeze(-2)
     touched = torch.empty(dims.batch, dims.num_heads, dims.seq_len_q, dtype=torch.bool, device=problem.device)
+    if problem.forbids_nothing:
+        return touched.copy_(bad_row | bad_key.any(dim=-1))
     for rows in problem.row_blocks(PAIRS_PER_BLOCK):
         checkpoint()
         hit = bad_key
@@ -176,7 +164,7 @@ def without_hazards(
     if hazards.bias:
         assert problem.bias is not None
         bias = torch.empty_like(problem.bias)
-        for piece in _pieces(bias.shape, COPIED_AT_ONCE):
+        for piece in pieces(bias.shape, MARKED_AT_ONCE):
             checkpoint()
             own = problem.bias[piece]
             bias[piece] = torch.where(_unsound(own, problem.compute_dtype), 0.0, own)
@@ -187,7 +175,7 @@ def without_hazards(
 def _zero_beyond(tensor: Tensor, limit: float, checkpoint: Checkpoint) -> Tensor:
     """The tensor with every |number| over ``limit``, and every NaN, as 0."""
     clean = torch.empty_like(tensor)
-    for piece in _pieces(tensor.shape, COPIED_AT_ONCE):
+    for piece in pieces(tensor.shape, COPIED_AT_ONCE):
         checkpoint()
         own = tensor[piece]
         clean[piece] = torch.where(own.abs() <= limit, own, 0.0)
@@ -197,7 +185,7 @@ def _zero_beyond(tensor: Tensor, limit: float, checkpoint: Checkpoint) -> Tensor
 def _tokens_beyond(tensor: Tensor, limit: float, checkpoint: Checkpoint) -> Tensor:
     """The tokens that have a |number| over ``limit``, or NaN: bool ``[batch, heads, tokens]``."""
     beyond = torch.empty(tensor.shape[:-1], dtype=torch.bool, device=tensor.device)
-    for piece in _pieces(tensor.shape, COPIED_AT_ONCE):
+    for piece in pieces(tensor.shape[:-1], max(1, COPIED_AT_ONCE // tensor.shape[-1])):
         checkpoint()
-        beyond[piece[:-1]] = ~(tensor[piece].abs() <= limit).all(dim=-1)
+        beyond[piece] = ~(tensor[piece].abs() <= limit).all(dim=-1)
     return beyond

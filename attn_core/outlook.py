@@ -112,15 +112,19 @@ def max_seq_len(
     allowed_bytes: int,
     longest: int,
     max_elements: int,
+    max_input_bytes: int,
 ) -> int:
     """The largest number of queries and of as many keys whose cost is within ``allowed_bytes``, 0 for none.
 
-    Everything else stays as it is. No longer than ``longest``, and no tensor has more elements than ``max_elements``.
+    Everything else stays as it is. No longer than ``longest``; no tensor has more elements than ``max_elements``, nor
+    all of them more bytes than ``max_input_bytes``.
     """
 
     def fits(seq_len: int) -> bool:
         specs = at_length(problem, seq_len)
         if any(_num_elements(spec) > max_elements for spec in specs.values()):
+            return False
+        if sum(_num_elements(spec) * spec.dtype.itemsize for spec in specs.values()) > max_input_bytes:
             return False
         try:
             prepared = prepare(with_specs(problem, specs), device_type=device_type)

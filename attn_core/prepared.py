@@ -129,6 +129,7 @@ def _prepare_gradients(problem: GradientsProblem, device_type: str) -> Prepared:
         canonical,
         asked,
         grad_bytes=sum(grad.nbytes for grad in grads),
+        sinks_bytes=0 if problem.attention.sinks is None else problem.attention.sinks.nbytes,
         is_self_attention=problem.attention.key is None,
         refuses_empty_rows=problem.options.empty_rows == "error",
         device_type=device_type,

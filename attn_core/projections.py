@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attn_core.cut import even, even_runs, runs
 from attn_core.errors import Checkpoint
+from attn_core.maths.gradients import infinite_part
 from attn_core.numerics import compute_dtype
 
 BLOCK_FLOPS = {torch.float32: 2**31, torch.float64: 2**30}
@@ -28,6 +29,8 @@ SUM_COPY = 2**20
 """A sum over rows has blocks of both sides' columns, and copies no more numbers at once."""
 ROWS_AT_ONCE = 128
 """Where numbers are not finite and rows have to be told apart."""
+APART_AT_ONCE = 32
+"""So many rows and columns of a sum over rows."""
 NUMBERS_AT_ONCE = 2**24
 """So many numbers are copied, rounded or added up between two checkpoints."""
 
@@ -149,30 +152,35 @@ def sum_of_products(
             checkpoint()
             # A copy also where none is needed, so that not even a bit tells what is kept out of it.
             block = tokens[rows, part].to(gradient.dtype, copy=True)
-            is_finite = _is_finite(block)
-            if not is_finite:
-                block.masked_fill_(~live_rows(rows).any(dim=1, keepdim=True), 0.0)
-                is_finite = _is_finite(block)
-            if is_finite:
-                for columns in even_runs(width_out, size.columns, multiple=COLUMN_MULTIPLE):
-                    checkpoint()
-                    total[part, columns].addmm_(block.t(), gradient[rows, columns])
-            else:
-                _add_head_by_head(total[part], block, gradient[rows], live_rows(rows), checkpoint, num_heads=num_heads)
+            if not _is_finite(block):
+                live = live_rows(rows)
+                block.masked_fill_(~live.any(dim=1, keepdim=True), 0.0)
+                _add_infinite_part(total[part], block, gradient[rows], live, checkpoint, num_heads=num_heads)
+                block.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            for columns in even_runs(width_out, size.columns, multiple=COLUMN_MULTIPLE):
+                checkpoint()
+                total[part, columns].addmm_(block.t(), gradient[rows, columns])
             del block
     return found
 
 
-def _add_head_by_head(
+def _add_infinite_part(
     total: Tensor, tokens: Tensor, gradient: Tensor, live: Tensor, checkpoint: Checkpoint, *, num_heads: int
 ) -> None:
+    """What tokens that are not finite add to tokens^T @ gradient in the heads in which their rows are live."""
     width = gradient.shape[1] // num_heads
-    for head in range(num_heads):
-        checkpoint()
-        columns = slice(head * width, (head + 1) * width)
-        for rows in runs(tokens.shape[0], ROWS_AT_ONCE):
-            own = tokens[rows].masked_fill(~live[rows, head, None], 0.0)
-            total[:, columns].addmm_(own.t(), gradient[rows, columns])
+    for rows in runs(tokens.shape[0], APART_AT_ONCE):
+        few = tokens[rows]
+        if torch.isfinite(few).all():
+            continue
+        for head in range(num_heads):
+            checkpoint()
+            takes_part = live[rows, head].expand(1, APART_AT_ONCE, -1)
+            for own in runs(width, APART_AT_ONCE):
+                columns = slice(head * width + own.start, head * width + own.stop)
+                coefficients = gradient[rows, columns].t().unsqueeze(0)
+                allowed = takes_part[:, : own.stop - own.start]
+                total[:, columns] += infinite_part(coefficients, few.unsqueeze(0), allowed)[0].t()
 
 
 def rows_with_gradient(gradient: Tensor, num_heads: int) -> Tensor:
@@ -231,5 +239,7 @@ def add_scratch(shape: tuple[int, int, int], *, matrix: torch.dtype) -> int:
 
 def sum_scratch(shape: tuple[int, int, int], *, tokens: torch.dtype) -> int:
     """Bytes that ``sum_of_products`` takes besides its result, for tokens of a dtype."""
-    size = cut_sum(*shape, tokens)
-    return (size.rows + min(size.rows, ROWS_AT_ONCE)) * size.width * compute_dtype(tokens).itemsize
+    size, wide = cut_sum(*shape, tokens), compute_dtype(tokens).itemsize
+    # Of tokens that are not finite: marks and counts of some rows, and of some columns what they add.
+    apart = min(size.rows, APART_AT_ONCE) * (wide + 4) + APART_AT_ONCE * (3 * wide + 4)
+    return size.width * (size.rows * wide + apart)

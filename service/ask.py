@@ -156,14 +156,14 @@ def call(
     url: str,
     path: str,
     *,
-    content: bytes = b"",
+    content: bytes | None = None,
     content_type: str = JSON,
     accept: str = JSON,
     credentials: Credentials = NOBODY,
 ) -> httpx.Response:
     """An answer that is none of refusal, in the form asked for. Raises: AskError, Refused."""
     headers = {"accept": accept, "accept-encoding": "identity", **credentials.headers()}
-    if content:
+    if content is not None:
         headers["content-type"] = content_type
     tls = credentials.tls()
     try:

@@ -144,6 +144,14 @@ class Settings(BaseSettings):
             _read(file)
         return file
 
+    @field_validator("layer_directory", mode="before")
+    @classmethod
+    def _directory_is_named(cls, path: object) -> object:
+        # Path makes "." of it, and layers would be written wherever the process happens to run.
+        if path == "":
+            raise ValueError("a directory, or leave the variable unset")
+        return path
+
     @model_validator(mode="after")
     def _agree(self) -> Settings:
         reasons = []

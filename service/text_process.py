@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 from attn_core.errors import Fault, InvalidProblem
 from service.errors import Malformed
-from service.wire import inference_text, json_arrays
+from service.wire import inference_text, json_arrays, plan_text
 from service.wire.arrays import ALIGNMENT_BYTES, STORAGE, Buffer, FlatTensor, Room
 
-FORMATS = (json_arrays, inference_text)
+FORMATS = (json_arrays, inference_text, plan_text)
 """Whose readers and writers a task may bring. Imported here, or the first task would wait for it."""
 NICENESS = 19
 """Below whoever computes: text takes the time that is left, and a tenth of a core where none is."""

@@ -14,6 +14,7 @@ from attn_core.support import SUPPORTED_OUTPUTS, path_expectation, why_not_by_op
 __all__ = [
     "SUPPORTED_OUTPUTS",
     "KernelOutput",
+    "asks_manual_besides",
     "choose_path",
     "logsumexp_by_operator",
     "outputs_by_fused",
@@ -72,6 +73,11 @@ def logsumexp_by_operator(problem: CanonicalProblem, *, device_type: str | None 
     return on_cpu and problem.query.dtype == problem.compute_dtype
 
 
+def asks_manual_besides(problem: CanonicalProblem, *, device_type: str | None = None) -> bool:
+    """Whether the fused path would have to ask the manual kernel for the logsumexp."""
+    return "logsumexp" in problem.outputs and not logsumexp_by_operator(problem, device_type=device_type)
+
+
 def outputs_by_fused(problem: CanonicalProblem, *, device_type: str | None = None) -> tuple[str, ...]:
     """What the fused kernel gives to the blocked one's answer: the context, and the logsumexp beside it."""
     names = [name for name in problem.outputs if name == "context"]
@@ -90,13 +96,10 @@ def choose_path(problem: CanonicalProblem, asked: str | None, *, device_type: st
     if asked is not None:
         if reason is not None:
             raise InvalidProblem([Fault("path", path_expectation(asked, reason), asked)])
+        if asked == "fused" and problem.dims.num_pairs and asks_manual_besides(problem, device_type=device_type):
+            return asked, "asked for; logsumexp by the manual kernel"
         return asked, "asked for"
-    if (
-        reason is None
-        and "logsumexp" in problem.outputs
-        and not logsumexp_by_operator(problem, device_type=device_type)
-    ):
-        # The fused path would have to ask the manual kernel for it besides.
+    if reason is None and asks_manual_besides(problem, device_type=device_type):
         reason = _where_logsumexp(problem, device_type or problem.device.type)
     if reason is None:
         return "fused", "context and logsumexp only"

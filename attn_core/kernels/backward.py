@@ -24,7 +24,8 @@ from attn_core.maths import gradients as maths
 from attn_core.maths.masks import allowed_pairs, attends_any, bits_of, fill_forbidden_
 from attn_core.maths.scores import alibi_distances
 from attn_core.numerics import SIGNLESS_ZERO, largest
-from attn_core.problem import PAIR_GRADIENTS, Dims
+from attn_core.placement import ALIGNMENT_BYTES
+from attn_core.problem import Dims
 
 BLOCK_PAIRS = 2**18
 SKIPPING_BLOCK_PAIRS = 2**16
@@ -117,6 +118,19 @@ def sums_bias_apart(attention: CanonicalProblem) -> bool:
     return is_summed and attention.bias.dtype != bias_sum_dtype(attention)
 
 
+def copies_keys(attention: CanonicalProblem, size: Cut) -> bool:
+    """Whether keys or values are multiplied in a copy: their dtype, their order or where a head begins is another."""
+    if attention.query.dtype != attention.compute_dtype:
+        return True
+    are_parts = (size.items, size.heads) != (attention.dims.batch, attention.dims.num_heads)
+
+    def is_copied(tensor: Tensor) -> bool:
+        of_a_head = tensor.shape[2] * tensor.shape[3] * tensor.dtype.itemsize
+        return not tensor.is_contiguous() or (are_parts and of_a_head % ALIGNMENT_BYTES != 0)
+
+    return is_copied(attention.key) or is_copied(attention.value)
+
+
 def differentiate(problem: BackwardProblem, checkpoint: Checkpoint = never_abandoned) -> KernelOutput:
     """Every asked gradient, ``[batch, heads, ...]``, rounded once from float32 (float64 for float64)."""
     return _Backward(problem, checkpoint).run()
@@ -130,7 +144,9 @@ class _Factor:
     whole: Tensor
 
     @classmethod
-    def of(cls, tensor: Tensor, *, is_careful: bool) -> _Factor:
+    def of(cls, tensor: Tensor, dtype: torch.dtype, *, is_careful: bool) -> _Factor:
+        """In order, so that both lie alike: not even a bit tells what is kept out of a product."""
+        tensor = _in_order(tensor, dtype)
         if not is_careful or torch.isfinite(tensor).all():
             return cls(tensor, tensor)
         return cls(torch.where(torch.isfinite(tensor), tensor, 0.0), tensor)
@@ -195,7 +211,7 @@ class _Backward:
         return KernelOutput(outputs=self._found, empty=self._empty, nonfinite=self._nonfinite)
 
     def _operand(self, tensor: Tensor) -> _Factor:
-        return _Factor.of(tensor.to(self._dtype).contiguous(), is_careful=self._is_careful)
+        return _Factor.of(tensor, self._dtype, is_careful=self._is_careful)
 
     def _new(self, name: str) -> Tensor:
         attention, dims = self._problem.attention, self._problem.dims
@@ -227,7 +243,8 @@ class _Backward:
                 continue
             found = self._found[f"grad_{name}"][items, kv_heads]
             found.copy_(total.add_(SIGNLESS_ZERO))
-            if name == "query":
+            if name == "query" and not self._is_careful:
+                # Rounded to infinity; what a row gets as a key of others is told by these.
                 self._nonfinite[items, kv_heads] = ~torch.isfinite(found).all(dim=-1)
 
     def _block(
@@ -256,21 +273,20 @@ class _Backward:
             self._empty[items, heads, rows] = none_allowed
             bits = bits_of(allowed, self._dtype)
         key, value = key.keys(keys), value.keys(keys)
-        query = _Factor.of(part.query[:, :, rows].to(self._dtype), is_careful=self._is_careful)
+        query = self._operand(part.query[:, :, rows])
         weights, sink_weights, tanh = self._weights(part, rows, keys, query, key, bits)
         pairs = _Pairs(allowed, weights.shape)
         grad_context = None
         if problem.grad_context is not None:
-            own = problem.grad_context[items, heads, rows].to(self._dtype)
-            grad_context = _Factor.of(own, is_careful=self._is_careful)
+            grad_context = self._operand(problem.grad_context[items, heads, rows])
         if grad_context is not None and "value" in sums:
             self._checkpoint()
             total = sums["value"][:, :, keys]
             maths.grad_value(weights, grad_context.finite, part.dims.num_kv_heads, out=total, adds=True)
             pairs.add_infinite_to_keys(total, weights, grad_context)
-        if not (problem.needs_logits or problem.wants("grad_weights")):
-            if self._is_careful:
-                self._mark(at, weights)
+        # Which rows are not finite is told by the gradients of their logits, asked or not.
+        needs_logits = problem.needs_logits or self._is_careful
+        if not (needs_logits or problem.wants("grad_weights")):
             return
         grad_weights = None
         if grad_context is not None:
@@ -281,8 +297,7 @@ class _Backward:
                 _forbid(grad_weights, bits)
             if problem.wants("grad_weights"):
                 self._found["grad_weights"][items, heads, rows, keys] = grad_weights
-                self._mark(at, grad_weights)
-        if not problem.needs_logits:
+        if not needs_logits:
             return
         grad_logsumexp = None
         if problem.grad_logsumexp is not None:
@@ -294,14 +309,16 @@ class _Backward:
         if "grad_sinks" in self._found:
             assert sink_weights is not None
             self._found["grad_sinks"][heads] += maths.grad_sinks(sink_weights, shift)
-        if not (problem.needs_scores or problem.wants("grad_bias", "grad_logits")):
+        if not (self._is_careful or problem.needs_scores or problem.wants("grad_bias", "grad_logits")):
             return
         grad = maths.grad_logits(weights, grad_weights, shift, out=self._buffer("grad_weights", weights.shape))
         if self._is_careful or problem.wants("grad_logits"):
             _forbid(grad, bits)
         if problem.wants("grad_logits"):
             self._found["grad_logits"][items, heads, rows, keys] = grad
+        if self._is_careful:
             self._mark(at, grad)
+            self._mark_infinite_keys(at, key, allowed)
         if self._bias_sum is not None:
             self._add_to_bias(grad, at, keys)
         if not problem.needs_scores:
@@ -310,20 +327,16 @@ class _Backward:
             grad = maths.grad_through_softcap(grad, tanh, out=grad)
             if self._is_careful:
                 _forbid(grad, bits)
-        scale = part.scale
-        if scale == 0:
-            # A product with a factor of 0 outside would not read its numbers, and 0 * NaN is NaN.
-            grad, scale = grad.mul_(0.0), 1.0
-        is_negated = scale < 0
+        grad = maths.grad_scores(grad, part.scale, out=grad)
         if "key" in sums:
             self._checkpoint()
             total = sums["key"][:, :, keys]
-            maths.grad_key(grad, query.finite, part.dims.num_kv_heads, scale, out=total, adds=True)
-            pairs.add_infinite_to_keys(total, grad, query, negated=is_negated)
+            maths.grad_key(grad, query.finite, part.dims.num_kv_heads, out=total, adds=True)
+            pairs.add_infinite_to_keys(total, grad, query)
         if problem.wants("grad_query"):
             self._checkpoint()
-            of_rows = maths.grad_query(grad, key.finite, scale, out=self._buffer("grad_query", query.whole.shape))
-            pairs.add_infinite_to_rows(of_rows, grad, key, negated=is_negated)
+            of_rows = maths.grad_query(grad, key.finite, out=self._buffer("grad_query", query.whole.shape))
+            pairs.add_infinite_to_rows(of_rows, grad, key)
             of_rows.add_(SIGNLESS_ZERO)
             if "query" in sums:
                 sums["query"][:, :, rows] += of_rows
@@ -331,8 +344,6 @@ class _Backward:
                 found = self._found["grad_query"][items, heads, rows]
                 found.copy_(of_rows)
                 self._nonfinite[items, heads, rows] |= ~torch.isfinite(found).all(dim=-1)
-        elif self._is_careful and not problem.asked & PAIR_GRADIENTS:
-            self._mark(at, grad)
 
     def _weights(
         self,
@@ -384,6 +395,15 @@ class _Backward:
         zeros = torch.mul(pairs, 0.0, out=self._buffer("logits", pairs.shape))
         self._nonfinite[at] |= torch.isnan(zeros.sum(dim=-1))
 
+    def _mark_infinite_keys(self, at: tuple[slice, slice, slice], key: _Factor, allowed: Tensor | None) -> None:
+        """Of the rows that attend a key which is not finite: even a gradient of 0 times it is none."""
+        if key.is_finite:
+            return
+        marks = ~torch.isfinite(key.whole).all(dim=-1)
+        heads = at[1].stop - at[1].start
+        marks = marks.repeat_interleave(heads // marks.shape[1], dim=1).unsqueeze(-2)
+        self._nonfinite[at] |= (marks if allowed is None else marks & allowed).any(dim=-1)
+
     def _buffer(self, name: str, shape: Sequence[int]) -> Tensor:
         """Memory that is used again from block to block; what it holds is what it held."""
         dims, size = self._problem.dims, self._size
@@ -405,7 +425,7 @@ class _Pairs:
         self._allowed = allowed
         self._shape = shape
 
-    def add_infinite_to_rows(self, sums: Tensor, coefficients: Tensor, factor: _Factor, *, negated: bool) -> None:
+    def add_infinite_to_rows(self, sums: Tensor, coefficients: Tensor, factor: _Factor) -> None:
         """What the numbers that are not finite add to coefficients @ factor, ``[batch, num_heads, rows, width]``."""
         if factor.is_finite:
             return
@@ -414,13 +434,10 @@ class _Pairs:
             maths.stack_rows(coefficients, num_kv_heads),
             factor.whole.flatten(0, 1),
             self._stacked(num_kv_heads),
-            negated=negated,
         )
         sums.add_(part.view(sums.shape))
 
-    def add_infinite_to_keys(
-        self, sums: Tensor, coefficients: Tensor, factor: _Factor, *, negated: bool = False
-    ) -> None:
+    def add_infinite_to_keys(self, sums: Tensor, coefficients: Tensor, factor: _Factor) -> None:
         """What they add to coefficients^T @ factor, ``[batch, num_kv_heads, keys, width]``."""
         if factor.is_finite:
             return
@@ -430,7 +447,7 @@ class _Pairs:
         by_key = maths.stack_rows(coefficients, num_kv_heads).transpose(1, 2)
         for keys in runs(sums.shape[2], max(1, SUMS_AT_ONCE // math.prod(of_rows.shape[::2]))):
             own = None if allowed is None else allowed.transpose(1, 2)[:, keys]
-            part = maths.infinite_part(by_key[:, keys], of_rows, own, negated=negated)
+            part = maths.infinite_part(by_key[:, keys], of_rows, own)
             few = sums[:, :, keys]
             few.add_(part.view(few.shape))
 
@@ -466,6 +483,15 @@ def _of_pairs(mask: Tensor, rows: slice, keys: slice) -> Tensor:
     """The part of a mask or a bias of rank 4 that is for these queries and keys."""
     of_rows = mask if mask.shape[-2] == 1 else mask[:, :, rows]
     return of_rows if mask.shape[-1] == 1 else of_rows[..., keys]
+
+
+def _in_order(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[batch, heads, tokens, width]`` as a copy of it lies: BLAS picks its instructions by address and strides."""
+    # Strides of axes of length 1 too, by which a product is told from a transposed one.
+    lies_so = tensor.is_contiguous() and tensor.stride()[2:] == (tensor.shape[3], 1)
+    if tensor.dtype == dtype and lies_so and tensor.data_ptr() % ALIGNMENT_BYTES == 0:
+        return tensor
+    return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _lying_like(tensor: Tensor) -> Tensor:

@@ -157,6 +157,11 @@ class _Blocks:
             for places in even_runs(listed.numel(), self._size.rows):
                 checkpoint()
                 rows, at = listed[places], places if sweep.rows is None else listed[places]
+                if self._touched is not None and bool(self._touched[items, heads][:, :, at].all()):
+                    # Nothing of it is kept. Whoever attends a hazard attends something.
+                    if marks is not None:
+                        marks[items, heads, places] = False
+                    continue
                 block = _Block(items, heads, target, places, rows, at, _seen(part, numbers[places]))
                 found = self._compute(part, block, key, value, checkpoint)
                 if marks is not None and found is not None:

@@ -22,8 +22,11 @@ from attn_core.problem import SELECTABLE_BY_HEAD, SELECTABLE_BY_ROW, Dims
 
 PART_BYTES = 2**20
 """So much of query, key and value is copied at once; one group of heads at least."""
-EXACT_PAIRS = 2**17
-"""Blocks of the manual kernel are so small here: they count in the memory of every problem, and few need them."""
+EXACT_BYTES = 2**20
+"""So much the logits of a block of the manual kernel take here, which counts in the memory of every problem."""
+EXACT_SHARE = 12
+"""Or this part of what query, key, value and context take, where that is more: in a long problem a block would have few
+rows, and go over all keys and values for them."""
 FEW_ROWS = 32
 """On several threads the bits of so few float32 rows may tell which heads were computed beside them; never on one."""
 
@@ -50,9 +53,17 @@ def part_size(problem: CanonicalProblem, *, device_type: str | None = None) -> C
     return Cut(1, dims.group_size * even(dims.num_kv_heads, groups), dims.seq_len_q)
 
 
-def exact_size(dims: Dims) -> Cut:
-    """How much the manual kernel answers at once of a part."""
-    return manual.cut(dims, dims.seq_len_q, pairs=EXACT_PAIRS)
+def exact_pairs(problem: CanonicalProblem) -> int:
+    """How many pairs the manual kernel answers at once, whatever is asked and whichever rows are marked."""
+    dims = problem.dims
+    tokens = dims.num_heads * dims.seq_len_q + dims.num_kv_heads * dims.seq_len_kv
+    held = dims.batch * tokens * (dims.head_dim + dims.head_dim_v) * problem.query.dtype.itemsize
+    return min(manual.BLOCK_PAIRS, max(EXACT_BYTES, held // EXACT_SHARE) // problem.compute_dtype.itemsize)
+
+
+def exact_size(dims: Dims, pairs: int) -> Cut:
+    """How much the manual kernel answers at once of a part, ``pairs`` of these at most."""
+    return manual.cut(dims, dims.seq_len_q, pairs=pairs)
 
 
 def _heads_are_aligned(problem: CanonicalProblem) -> bool:
@@ -89,7 +100,7 @@ def attend(
     ``fused_attend`` stands for the fused kernel where another one answers in its place.
     """
     dims = problem.dims
-    size = part_size(problem)
+    size, pairs = part_size(problem), exact_pairs(problem)
     # A bias is added to the logits of a row, and reaches no other.
     of_many_rows = replace(hazards, bias=False)
     outputs: dict[str, Tensor] = {}
@@ -103,7 +114,7 @@ def attend(
             output = fused_attend(without_hazards(part, of_many_rows, checkpoint), checkpoint, like=problem)
         if own.any():
             nonfinite = torch.zeros_like(touched) if nonfinite is None else nonfinite
-            nonfinite[items, heads] = _put_exact(output.outputs, part, hazards, own, checkpoint)
+            nonfinite[items, heads] = _put_exact(output.outputs, part, hazards, own, checkpoint, pairs=pairs)
         if size.leaves_whole(dims):
             return replace(output, nonfinite=nonfinite)
         for name, found in output.outputs.items():
@@ -122,6 +133,8 @@ def _put_exact(
     hazards: Hazards,
     touched: Tensor,
     checkpoint: Checkpoint,
+    *,
+    pairs: int,
 ) -> Tensor:
     """Have the marked rows of the outputs by the manual kernel, and tell which of them are not finite.
 
@@ -130,7 +143,7 @@ def _put_exact(
     """
     dims = problem.dims
     nonfinite = torch.zeros_like(touched)
-    for items, heads, rows in exact_size(dims).blocks(dims):
+    for items, heads, rows in exact_size(dims, pairs).blocks(dims):
         own = touched[items, heads, rows]
         if not own.any():
             continue
@@ -156,8 +169,8 @@ def attend_in_blocks(
     The context, and the logsumexp beside it, are the fused kernel's where it serves them.
     """
     if hazards.alibi:
-        # Slopes are everyone's.
-        touched = torch.ones(problem.query.shape[:3], dtype=torch.bool, device=problem.device)
+        # Slopes are everyone's who attends a key.
+        touched = ~problem.empty_rows(checkpoint)
     outputs: dict[str, Tensor] = {}
     empty = nonfinite = None
     by_fused = outputs_by_fused(problem)
@@ -200,7 +213,7 @@ def _put_exact_in_blocks(
         of_any_use[list(problem.select_rows)] = True
         touched = touched & of_any_use
     asked = tuple(dict.fromkeys(name.replace("weight_totals", "weights") for name in problem.outputs))
-    for items, heads, rows in exact_size(dims).blocks(dims):
+    for items, heads, rows in exact_size(dims, exact_pairs(problem)).blocks(dims):
         own = touched[items, heads, rows]
         if not own.any():
             continue

@@ -22,7 +22,7 @@ from attn_core.maths.context import weighted_context, weighted_context_of_allowe
 from attn_core.maths.masks import attends_any, bits_of, rows_of
 from attn_core.maths.scores import logits_from_scores, score_matrix
 from attn_core.maths.softmax import masked_softmax, row_entropy, row_logsumexp
-from attn_core.numerics import SIGNLESS_ZERO
+from attn_core.numerics import SIGNLESS_ZERO, is_within
 from attn_core.problem import SELECTABLE_BY_HEAD, SELECTABLE_BY_ROW, Dims
 
 BLOCK_PAIRS = 2**20
@@ -197,7 +197,7 @@ def _context(weights: Tensor, value: Tensor, allowed: Tensor | None, hazards: Ha
 def _context_of_run(weights: Tensor, value: Tensor, allowed: Tensor | None, hazards: Hazards) -> Tensor:
     # Lying alike whatever they hold: where something is not finite, a copy of them is multiplied.
     value = _in_a_row(value, weights.dtype)
-    if not hazards.value or bool(torch.isfinite(value).all()):
+    if not hazards.value or is_within(value, math.inf) or bool(torch.isfinite(value).all()):
         return weighted_context(weights, value)
     return weighted_context_of_allowed(weights, value, allowed)
 

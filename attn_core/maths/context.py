@@ -29,13 +29,22 @@ def weighted_context_of_allowed(weights: Tensor, value: Tensor, allowed: Tensor 
     The finite part is multiplied as usual; what is not finite is counted per row among the allowed keys and
     selected in, by the rules of the sum: any NaN, 0 * inf, or infinities of both signs give NaN.
     """
-    context = weighted_context(weights, torch.where(torch.isfinite(value), value, 0.0))
+    finite = torch.isfinite(value)
+    context = weighted_context(weights, torch.where(finite, value, 0.0))
     batch, num_heads, seq_len_q, seq_len_kv = weights.shape
-    size = max(1, PAIRS_AT_ONCE // max(1, batch * num_heads * seq_len_kv))
+    keys = (~finite).any(dim=-1).flatten(0, 1).any(dim=0).nonzero().squeeze(-1)
+    # As a rule these are few. If they are not, copies would only take memory.
+    picks = 2 * keys.numel() <= seq_len_kv
+    value = value[:, :, keys] if picks else value
+    size = max(1, PAIRS_AT_ONCE // max(1, batch * num_heads * value.shape[2]))
     for start in range(0, seq_len_q, size):
         rows = slice(start, start + size)
         own = allowed if allowed is None or allowed.shape[-2] == 1 else allowed[..., rows, :]
-        _carry_infinities_(context[:, :, rows], weights[:, :, rows], value, own)
+        pairs = weights[:, :, rows]
+        if picks:
+            pairs = pairs[..., keys]
+            own = own if own is None or own.shape[-1] == 1 else own[..., keys]
+        _carry_infinities_(context[:, :, rows], pairs, value, own)
     return context
 
 

@@ -19,8 +19,8 @@ PAIRS_AT_ONCE = 2**16
 
 def scaled_scores(query: Tensor, key: Tensor, scale: float, *, out: Tensor | None = None) -> Tensor:
     """scale * query @ key^T, with which a block of weights is computed anew; a scale of 0 leaves NaN in place."""
-    scores = _with_shared(query, key.transpose(-1, -2), scale=1.0 if scale == 0 else scale, out=out)
-    return scores.mul_(0.0) if scale == 0 else scores
+    # Not by BLAS, which multiplies a factor first: a huge one would overflow where the product does not.
+    return _with_shared(query, key.transpose(-1, -2), out=out).mul_(scale)
 
 
 def softmax_with_sinks(logits: Tensor, sinks: Tensor, *, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -83,22 +83,25 @@ def grad_through_softcap(grad_capped: Tensor, tanh: Tensor, *, out: Tensor | Non
     return torch.mul(grad_capped, torch.square(tanh).neg_().add_(1.0), out=out)
 
 
-def grad_query(grad_scaled: Tensor, key: Tensor, scale: float, *, out: Tensor | None = None) -> Tensor:
-    """scale * grad_scaled @ key, where ``grad_scaled`` is that of scale * scores."""
-    return _with_shared(grad_scaled, key, scale=scale, out=out)
+def grad_scores(grad_scaled: Tensor, scale: float, *, out: Tensor | None = None) -> Tensor:
+    """scale * grad_scaled, where ``grad_scaled`` is that of scale * scores.
+
+    By itself and not in the products that follow: these multiply a factor of 0 by what may be huge, and scale times
+    that may overflow.
+    """
+    return torch.mul(grad_scaled, scale, out=out)
+
+
+def grad_query(grad_scores: Tensor, key: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """grad_scores @ key."""
+    return _with_shared(grad_scores, key, out=out)
 
 
 def grad_key(
-    grad_scaled: Tensor,
-    query: Tensor,
-    num_kv_heads: int,
-    scale: float,
-    *,
-    out: Tensor | None = None,
-    adds: bool = False,
+    grad_scores: Tensor, query: Tensor, num_kv_heads: int, *, out: Tensor | None = None, adds: bool = False
 ) -> Tensor:
-    """scale * grad_scaled^T @ query, over all query heads that share a key head."""
-    return _onto_shared(grad_scaled, query, num_kv_heads, scale=scale, out=out, adds=adds)
+    """grad_scores^T @ query, over all query heads that share a key head."""
+    return _onto_shared(grad_scores, query, num_kv_heads, out=out, adds=adds)
 
 
 def grad_bias(grad_logits: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
@@ -107,12 +110,12 @@ def grad_bias(grad_logits: Tensor, shape: torch.Size | tuple[int, ...]) -> Tenso
     return grad_logits.sum(dim=over, keepdim=True) if over else grad_logits
 
 
-def infinite_part(coefficients: Tensor, factors: Tensor, allowed: Tensor | None, *, negated: bool = False) -> Tensor:
+def infinite_part(coefficients: Tensor, factors: Tensor, allowed: Tensor | None) -> Tensor:
     """What NaN and infinities among ``factors`` add to coefficients @ factors over allowed pairs alone.
 
-    coefficients ``[n, rows, keys]``, 0 at forbidden pairs, finite or NaN elsewhere; factors ``[n, keys, width]``;
-    allowed as coefficients. Gives 0, an infinity or NaN for each sum ``[n, rows, width]``, to be added to the product
-    with the finite factors: NaN for any NaN and for 0 * inf, as the sum itself has it. ``negated``: of minus the sum.
+    coefficients ``[n, rows, keys]``, 0 at forbidden pairs; factors ``[n, keys, width]``; allowed as coefficients.
+    Gives 0, an infinity or NaN for each sum ``[n, rows, width]``, to be added to the product with the finite factors:
+    NaN for any NaN and for 0 * inf, as the sum itself has it.
     """
     shape = (*coefficients.shape[:2], factors.shape[2])
     up, down, undefined = (torch.zeros(shape, dtype=torch.bool, device=factors.device) for _ in range(3))
@@ -132,8 +135,6 @@ def infinite_part(coefficients: Tensor, factors: Tensor, allowed: Tensor | None,
         up |= any_of(pairs & (numbers > 0), above) | any_of(pairs & (numbers < 0), below)
         down |= any_of(pairs & (numbers > 0), below) | any_of(pairs & (numbers < 0), above)
         undefined |= any_of(pairs, torch.isnan(few)) | any_of(pairs & (numbers == 0), above | below)
-    if negated:
-        up, down = down, up
     part = torch.zeros(shape, dtype=factors.dtype, device=factors.device).masked_fill_(up, math.inf)
     return part.masked_fill_(down, -math.inf).masked_fill_(undefined | (up & down), math.nan)
 
@@ -147,28 +148,26 @@ def stack_rows(per_query_head: Tensor, num_kv_heads: int) -> Tensor:
     return per_query_head.reshape(batch * num_kv_heads, num_heads // num_kv_heads * rows, width)
 
 
-def _with_shared(left: Tensor, shared: Tensor, *, scale: float = 1.0, out: Tensor | None) -> Tensor:
-    """scale * left @ shared: a matrix of each query head times that of the key head it shares."""
+def _with_shared(left: Tensor, shared: Tensor, *, out: Tensor | None) -> Tensor:
+    """left @ shared: a matrix of each query head times that of the key head it shares."""
     batch, num_heads, rows, _ = left.shape
     num_kv_heads, width = shared.shape[1], shared.shape[3]
     if out is None:
         out = left.new_empty(batch, num_heads, rows, width)
     stacked = stack_rows(left, num_kv_heads)
     # What out holds before is not read where beta is 0.
-    out.view(*stacked.shape[:2], width).baddbmm_(stacked, shared.flatten(0, 1), beta=0, alpha=scale)
+    out.view(*stacked.shape[:2], width).baddbmm_(stacked, shared.flatten(0, 1), beta=0)
     return out
 
 
-def _onto_shared(
-    pairs: Tensor, of_rows: Tensor, num_kv_heads: int, *, scale: float = 1.0, out: Tensor | None, adds: bool
-) -> Tensor:
-    """scale * pairs^T @ of_rows, summed over the query heads that share a key head."""
+def _onto_shared(pairs: Tensor, of_rows: Tensor, num_kv_heads: int, *, out: Tensor | None, adds: bool) -> Tensor:
+    """pairs^T @ of_rows, summed over the query heads that share a key head."""
     batch, keys, width = pairs.shape[0], pairs.shape[3], of_rows.shape[3]
     if out is None:
         assert not adds
         out = pairs.new_empty(batch, num_kv_heads, keys, width)
     stacked = stack_rows(pairs, num_kv_heads)
     out.view(batch * num_kv_heads, keys, width).baddbmm_(
-        stacked.transpose(1, 2), stack_rows(of_rows, num_kv_heads), beta=1 if adds else 0, alpha=scale
+        stacked.transpose(1, 2), stack_rows(of_rows, num_kv_heads), beta=1 if adds else 0
     )
     return out

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from attn_core.cut import pieces
 from attn_core.errors import MAX_FAULTS, Fault, names_text, shape_text
-from attn_core.numerics import compute_dtype
+from attn_core.numerics import compute_dtype, largest
 from attn_core.problem import (
     FLOAT_DTYPES,
     LAYOUTS,
@@ -32,6 +33,8 @@ from attn_core.support import PATHS, path_expectation, why_not_by_options
 
 MAX_OFFSET = 2**53
 """Beyond it a position is no longer exact in float64, in which ALiBi distances are taken."""
+READ_AT_ONCE = 2**16
+"""So many numbers are looked at together: this comes before admission, and must take no memory to speak of."""
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
@@ -501,7 +504,7 @@ def find_value_faults(
         # find_faults refuses another rank and another kind of dtype.
         if tensor is None or tensor.ndim != 1 or tensor.dtype == torch.bool:
             return
-        faults.extend(_faults_where(name, tensor, is_wrong(tensor), expected))
+        faults.extend(faults_where(name, tensor, is_wrong, expected))
 
     for name, length, side in (("key_lengths", seq_len_kv, "key"), ("query_lengths", seq_len_q, "query")):
         if length is not None:
@@ -519,19 +522,31 @@ def find_value_faults(
         look(name, finite, lambda x: ~torch.isfinite(x.to(arithmetic)))
     if bias is not None and bias.dtype == torch.float64 != arithmetic:
         # Rounded, such a number would be an infinity: it would block, and a finite number only shifts.
-        beyond = torch.isfinite(bias) & torch.isinf(bias.to(arithmetic))
-        faults += _faults_where("bias", bias, beyond, f"a number that {dtype_text(arithmetic)} can hold")
+        last = torch.finfo(arithmetic).max
+
+        def is_beyond(x: Tensor) -> Tensor:
+            if largest(x) <= last:
+                return torch.zeros(x.shape, dtype=torch.bool, device=x.device)
+            return torch.isfinite(x) & torch.isinf(x.to(arithmetic))
+
+        faults += faults_where("bias", bias, is_beyond, f"a number that {dtype_text(arithmetic)} can hold")
     return faults
 
 
-def _faults_where(name: str, tensor: Tensor, wrong: Tensor, expected: str) -> list[Fault]:
-    if not wrong.any():
-        return []
-    places = wrong.nonzero()[:MAX_FAULTS].tolist()
-    return [
-        Fault(".".join([name, *map(str, place)]), expected, number_text(tensor[tuple(place)].item()))
-        for place in places
-    ]
+def faults_where(name: str, tensor: Tensor, is_wrong: Callable[[Tensor], Tensor], expected: str) -> list[Fault]:
+    """The first numbers of a tensor that are wrong, each by its place, found in little memory."""
+    faults: list[Fault] = []
+    for piece in pieces(tensor.shape, READ_AT_ONCE):
+        part = tensor[piece]
+        wrong = is_wrong(part)
+        if not wrong.any():
+            continue
+        for place in wrong.nonzero()[: MAX_FAULTS - len(faults)].tolist():
+            where = [(run.start or 0) + index for run, index in zip(piece, place, strict=True)]
+            faults.append(Fault(".".join([name, *map(str, where)]), expected, number_text(part[tuple(place)].item())))
+        if len(faults) == MAX_FAULTS:
+            break
+    return faults
 
 
 def number_text(number: float) -> str:

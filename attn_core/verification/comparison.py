@@ -49,18 +49,18 @@ class Comparison:
     def see(self, name: str, got: Tensor, want: Tensor, at: Sequence[Sequence[int]]) -> RowErrors:
         """Compare a piece of an output, float64 both; ``at`` has the indices of each of its axes in the whole."""
         if want.numel() == 0:
-            none = torch.zeros(want.shape[:-1], dtype=torch.float64, device=want.device)
-            return RowErrors(none, none)
+            return _no_errors(want)
         apart = (got - want).abs_().nan_to_num_(nan=math.inf, posinf=math.inf)
         apart.masked_fill_((got == want) | (torch.isnan(got) & torch.isnan(want)), 0.0)
+        return self.note(name, apart, want, at)
+
+    def note(self, name: str, apart: Tensor, want: Tensor, at: Sequence[Sequence[int]]) -> RowErrors:
+        """Count differences from ``want`` that are known already."""
+        if want.numel() == 0:
+            return _no_errors(want)
         self._note(name, apart, at)
         largest = want.abs().nan_to_num_(nan=0.0, posinf=0.0).amax(dim=-1)
         return RowErrors(apart.amax(dim=-1), largest)
-
-    def note(self, name: str, apart: Tensor, at: Sequence[Sequence[int]]) -> None:
-        """Count differences that are known already."""
-        if apart.numel():
-            self._note(name, apart, at)
 
     def settle(self, rows: RowErrors | None) -> None:
         """Count the relative errors of rows that were seen whole."""
@@ -72,6 +72,8 @@ class Comparison:
 
     def see_whole(self, name: str, got: Tensor, want: Tensor, checkpoint: Checkpoint = never_abandoned) -> None:
         """Compare an output, piece by piece; ``want`` is float64, on any device."""
+        if want.numel() == 0:
+            return
         width = want.shape[-1]
         flat_got, flat_want = got.reshape(-1, width), want.reshape(-1, width)
         shape, step = want.shape[:-1], max(1, COMPARED_AT_ONCE // max(1, width))
@@ -98,6 +100,11 @@ class Comparison:
             self._max_abs_error = largest
             local = _unravelled(int(apart.argmax().item()), apart.shape)
             self._worst = name, tuple(axis[index] for axis, index in zip(at, local, strict=True))
+
+
+def _no_errors(want: Tensor) -> RowErrors:
+    none = torch.zeros(want.shape[:-1], dtype=torch.float64, device=want.device)
+    return RowErrors(none, none)
 
 
 def _unravelled(flat: int, shape: Sequence[int]) -> tuple[int, ...]:

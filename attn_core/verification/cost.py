@@ -33,6 +33,9 @@ PASSES_PER_NUMBER = 5.0
 COMPARED_BYTES = 5 * 8 * COMPARED_AT_ONCE
 PAIR_BYTES = 52
 """Of one pair of a block: scores, logits, weights and what is made on the way to them, in float64; marks."""
+RANK_BYTES = 64
+"""Of one of the largest weights of a row: the largest so far and now, and of the key that is named its weight, its
+place in order and marks."""
 PASSES_PER_BLOCK = 6e5
 """Calls of a few dozen operators."""
 
@@ -64,10 +67,12 @@ def _forward(pairs: Pairs, names: tuple[str, ...], options: AttentionOptions) ->
     again = 2 if size.keys < dims.seq_len_kv else 1
     passes = FORWARD_PASSES + _rule_passes(pairs) + sum(OUTPUT_PASSES.get(name, 0.0) for name in names)
     flops = 2 * (again * dims.head_dim + dims.head_dim_v)
-    totals = size.items * size.kv_heads * dims.group_size * dims.seq_len_kv if "weight_totals" in names else 0
+    heads = size.items * size.kv_heads * dims.group_size
+    totals = heads * dims.seq_len_kv if "weight_totals" in names else 0
+    ranks = heads * size.rows * min(options.top_k or 0, dims.seq_len_kv) if "top_weights" in names else 0
     return VerificationCost(
         pair_passes=_passes(dims, size, num_rows, again * passes + PASSES_PER_FLOP * flops),
-        scratch_bytes=_block_bytes(pairs, size) + 8 * 4 * totals,
+        scratch_bytes=_block_bytes(pairs, size) + 8 * 4 * totals + RANK_BYTES * ranks,
     )
 
 

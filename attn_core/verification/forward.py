@@ -139,7 +139,8 @@ class Forward:
             got = self._own("top_weights", part, rows).to(best.device, torch.float64)
             self._comparison.settle(self._comparison.see("top_weights", got, best, at))
         num_allowed = taken(taken(ranking.num_allowed, 1, heads.local), 2, own.local)
-        self._comparison.note("top_keys", ranking.apart(best, num_allowed), at)
+        apart = ranking.apart(best, num_allowed)
+        self._comparison.settle(self._comparison.note("top_keys", apart, best, at))
 
     def _keys(self) -> range:
         return range(self._pairs.dims.seq_len_kv)

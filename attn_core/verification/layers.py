@@ -80,7 +80,7 @@ class Layer:
     def _project(self, name: str, tensor: Tensor) -> Tensor:
         """``[batch, tokens, columns]``."""
         batched = tensor if tensor.ndim == 3 else tensor.unsqueeze(0)
-        return self.through(name, flat(batched).to(self._device)).view(*batched.shape[:-1], -1)
+        return self.through(name, flat(batched).to(self._device)).view(*batched.shape[:-1], self.weight(name).shape[1])
 
     def through(self, name: str, rows: Tensor) -> Tensor:
         found = product(rows, self.weight(name), self._checkpoint)
@@ -141,7 +141,7 @@ def compare_layer_gradients(
     if "grad_b_output" in outputs:
         found["grad_b_output"] = grad_output.double().sum(dim=0)
     grad_context = product(grad_output, layer.weight("output").T, checkpoint)
-    grad_context = grad_context.view(pairs.dims.batch, pairs.dims.seq_len_q, -1)
+    grad_context = grad_context.view(pairs.dims.batch, pairs.dims.seq_len_q, num_heads * pairs.dims.head_dim_v)
     gradients = {name: torch.zeros_like(tensor) for name, tensor in layer.projected.items()}
 
     def take(name: str, part: Part, gradient: Tensor) -> None:

@@ -23,12 +23,16 @@ from service.doors.body import joined_headers, negotiate, parameter_faults, read
 from service.doors.serving import Pieces, Serving, exchange_of
 from service.errors import DeadlinePassed, MediaTypeNotServed
 from service.failures import FAILURES
-from service.wire import json_format, plan_format
+from service.wire import json_format, plan_format, plan_text, safetensors_format
 from service.wire.arrays import STORAGE
 from service.wire.options import GradientName, OutputName
 from service.wire.requests import ATTENTION, GRADIENTS, DecodedRequest, ReadLimits
 
 _FORMS = (json_format.MEDIA_TYPE,)
+MAX_PLAN_BYTES = 16 * 2**20
+"""Nobody needs more to say shapes and options; a list of a million rows has half of it."""
+MANY_SELECTED = 2**17
+"""From so many on it is looked how long their list is: a file's header has an end."""
 
 
 class PlanDoor:
@@ -74,13 +78,15 @@ class PlanDoor:
                     exchange=exchange,
                     permit=permit,
                     deadline=deadline,
-                    max_bytes=self._max_json_bytes,
+                    max_bytes=min(MAX_PLAN_BYTES, self._max_json_bytes),
                     coding="gzip" if forms.body_is_gzipped else None,
                 )
             with exchange.stage("parse"):
                 also = parameter_faults(request.scope["query_string"])
-                decode = functools.partial(plan_format.decode, body, self._read_limits, also=also)
-                decoded = await self._serving.off_loop(decode, deadline)
+                limits = self._read_limits
+                read = functools.partial(plan_text.read, calls=plan_format.CALLS, limits=limits.tensors)
+                build = functools.partial(plan_format.build, limits=limits, also=also)
+                decoded = await self._serving.read_text(body, read, build, permit, deadline)
             allowed_bytes = self._admission.allowed_bytes()
             with exchange.stage("compute"):
                 answer = await self._serving.off_loop(lambda: self._answer(decoded, allowed_bytes), deadline)
@@ -111,6 +117,7 @@ class PlanDoor:
                 allowed_bytes=allowed_bytes,
                 longest=limits.max_axis,
                 max_elements=limits.max_tensor_elements,
+                max_input_bytes=self._max_body_bytes,
             ),
             "paths": {
                 path: {"supported": one.cost is not None, "why": one.why} | self._figures(one.cost, path)
@@ -133,6 +140,12 @@ class PlanDoor:
         sent = sum(tensor.nbytes for tensor in problem.tensors().values())
         if sent > self._max_body_bytes:
             return f"its tensors have {sent} bytes, a body may have {self._max_body_bytes}"
+        selected = [problem.options.select_heads or (), problem.options.select_rows or ()]
+        if sum(map(len, selected)) >= MANY_SELECTED:
+            listed = len(orjson.dumps(selected))
+            if listed > safetensors_format.MAX_HEADER_BYTES:
+                most = safetensors_format.MAX_HEADER_BYTES
+                return f"its select has {listed} bytes, a header of safetensors may have {most}"
         cost, path = found.chosen.cost, found.chosen.path
         deadline = Deadline.after(self._default_timeout_s if timeout_s is None else timeout_s)
         try:
@@ -172,7 +185,7 @@ class Plan(BaseModel):
     answer_bytes: int
     needed_bytes: int = Field(description="what admission would count")
     allowed_bytes: int = Field(description="what one problem may need at this moment")
-    max_seq_len: int = Field(description="the largest T = S whose need is within allowed_bytes, all else kept")
+    max_seq_len: int = Field(description="the largest T = S that would be let in, all else kept")
     paths: dict[str, PathPlan] = Field(description=f"of {names_text(PATHS)}")
 
 

@@ -124,8 +124,9 @@ class _Reader:
         return out
 
     def _read_option(self, name: str, value: Any) -> None:
-        if _num_items(value) > MAX_OPTION_ITEMS:
-            self._out.faults.append(Fault(name, f"at most {MAX_OPTION_ITEMS} items in an option", short(value)))
+        faults = option_faults(name, value)
+        if faults:
+            self._out.faults += faults
             self._out.broken.add(name)
         else:
             self._out.options[name] = value
@@ -221,6 +222,13 @@ class _Reader:
         if dtype == "bool":
             faults += truth_faults(f"{name}.data", np.frombuffer(raw, dtype=np.uint8))
         return None if faults else self._copy(dtype, tuple(shape), np.frombuffer(raw, dtype=STORAGE[dtype]))
+
+
+def option_faults(name: str, value: Any) -> list[Fault]:
+    """A fault where an option holds more than anybody should look at."""
+    if _num_items(value) > MAX_OPTION_ITEMS:
+        return [Fault(name, f"at most {MAX_OPTION_ITEMS} items in an option", short(value))]
+    return []
 
 
 def _num_items(value: Any) -> int:

@@ -36,6 +36,8 @@ _MAX_DEPTH = 8
 MAX_LEVELS = 100
 """Lists and objects within each other, where a body is read as a tree."""
 _FAST_FROM_BYTES = 2048
+MAX_MEMBERS = 1000
+"""Of the one object that a body is: no call knows a tenth of it, and a million strangers take seconds to look at."""
 _MAX_FAST_NAMES = 64
 """pysimdjson looks for a member from the first one on, each time."""
 SIMDJSON_MAX_COUNT = 2**24 - 2
@@ -279,7 +281,7 @@ def _read_fast(body: Buffer, number_fields: frozenset[str], other_fields: frozen
     if not isinstance(document, simdjson.Object):
         return None
     names = list(document.keys())
-    if len(set(names)) != len(names):
+    if len(names) > _MAX_FAST_NAMES or len(set(names)) != len(names):
         return None
     members: dict[str, Any] = {}
     num_lists, num_objects = 0, 1
@@ -316,6 +318,10 @@ def _read_slowly(body: Buffer) -> tuple[dict[str, Any], list[Fault]]:
     document = _load(body)
     if not isinstance(document, dict):
         raise InvalidProblem([Fault("", "one JSON object", short(document))])
+    if len(document) > MAX_MEMBERS:
+        raise InvalidProblem(
+            [Fault("", f"at most {MAX_MEMBERS} members, of which a few dozen are known", str(len(document)))]
+        )
     repeated = _repeated_names(body, document)
     return {name: _PlainList(v) if isinstance(v, list) else v for name, v in document.items()}, repeated
 

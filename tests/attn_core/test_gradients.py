@@ -318,6 +318,16 @@ def test_peak_is_not_above_the_estimate(axes: str, feature: str, dtype: torch.dt
         assert estimate.output_bytes == sum(tensor.nbytes for tensor in results[0].outputs.values())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_output_bytes_are_those_of_the_answer_whatever_the_dtypes(dtype: torch.dtype) -> None:
+    for own in DTYPES:
+        tensors = {"bias": make_tensor(4, 1, 7, dtype=own), "sinks": make_tensor(4, dtype=own)}
+        problem = with_all(make_gradients(make_problem(batch=1, dtype=dtype, tensors=tensors)))
+        found = Engine().attend(problem).outputs
+        estimate = prepare(problem, device_type="cpu").cost.output_bytes
+        assert estimate == sum(tensor.nbytes for tensor in found.values())
+
+
 def test_flops_are_those_of_five_products() -> None:
     problem = make_gradients(make_problem(batch=3, num_kv_heads=2, head_dim=8, head_dim_v=6, causal="lower_right"))
     assert prepare(problem, device_type="cpu").cost.flops == 2 * 3 * 4 * 5 * 7 * (3 * 8 + 2 * 6)

@@ -208,6 +208,39 @@ def test_token_behind_a_mask_cannot_change_a_gradient(weight_layout: str, dtype:
     assert spoiled.nonfinite_rows == 0
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 3e38])
+@pytest.mark.parametrize("weight_layout", ["in_out", "out_in"])
+def test_token_hidden_from_one_head_cannot_change_a_bit_of_its_columns(weight_layout: str, bad: float) -> None:
+    hidden = torch.zeros(1, 4, 1, 300, dtype=torch.bool)
+    hidden[:, 1, :, 7:290] = True
+    problem = make_layer_gradients(
+        seq_len_q=9, seq_len_kv=300, tensors={"block_mask": hidden}, weight_layout=weight_layout
+    )
+    assert problem.layer.memory is not None
+    memory = problem.layer.memory.clone()
+    memory[:, 7:290] = bad
+    clean, spoiled = attend(problem), attend(replace(problem, layer=replace(problem.layer, memory=memory)))
+    for name in ("grad_w_query", "grad_w_key", "grad_w_value", "grad_b_query", "grad_b_value"):
+        own, other = (found.outputs[name] for found in (clean, spoiled))
+        if weight_layout == "out_in" and own.ndim == 2:
+            own, other = own.t(), other.t()
+        assert same_bits(own[..., 6:12].contiguous(), other[..., 6:12].contiguous()), name
+    assert not spoiled.outputs["grad_w_value"].isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [8.0, -1e3])
+def test_huge_memory_behind_a_mask_cannot_change_a_gradient_at_any_scale(scale: float) -> None:
+    lengths = {"key_lengths": torch.tensor([15, 18])}
+    problem = make_layer_gradients(seq_len_q=16, seq_len_kv=20, head_dim=16, tensors=lengths, scale=scale)
+    assert problem.layer.memory is not None
+    memory = problem.layer.memory.clone()
+    memory[0, 15:], memory[1, 18:] = 1e38, -1e38
+    clean, spoiled = attend(problem), attend(replace(problem, layer=replace(problem.layer, memory=memory)))
+    for name, gradient in spoiled.outputs.items():
+        assert same_bits(gradient, clean.outputs[name]), name
+    assert spoiled.nonfinite_rows == 0
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_memory_behind_a_mask_cannot_change_a_gradient(bad: float) -> None:
     blocked = torch.zeros(2, 1, 1, 7, dtype=torch.bool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +31,7 @@ from tests.support.gradients import make_gradients
 from tests.support.memory import peak_bytes_of
 
 MIB = 2**20
-LIMITS: dict[str, int] = {"longest": 2**24, "max_elements": 2**31 - 1}
+LIMITS: dict[str, int] = {"longest": 2**24, "max_elements": 2**31 - 1, "max_input_bytes": 2**60}
 
 
 def hollow(problem: PlannedProblem) -> PlannedProblem:
@@ -60,6 +61,7 @@ def assert_as_computed(problem: PlannedProblem) -> None:
         (result,) = engine.run([own])
         assert isinstance(result, AttentionResult)
         assert (result.path, result.flops, result.peak_bytes) == (path, one.cost.flops, one.cost.peak_bytes)
+        assert result.why == look(asked).chosen.why
         assert sum(tensor.nbytes for tensor in result.outputs.values()) == one.cost.output_bytes
     assert found.paths[found.chosen.path].why == found.chosen.why
 
@@ -78,6 +80,8 @@ ASKED: list[dict[str, Any]] = [
     {"outputs": ("top_weights",), "top_k": 3},
     {"outputs": ("logits",)},
     {"outputs": ("logsumexp",), "dtype": torch.bfloat16},
+    {"outputs": ("context", "logsumexp"), "dtype": torch.bfloat16},
+    {"outputs": ("context", "logsumexp"), "dtype": torch.bfloat16, "seq_len_kv": 0},
     {"verify": True},
     {"layout": "btd"},
     {"layout": "bthd", "head_dim_v": 5},
@@ -127,6 +131,14 @@ def needed(problem: PlannedProblem, seq_len: int) -> int:
 
 def longest(problem: PlannedProblem, allowed_bytes: int, **limits: int) -> int:
     return max_seq_len(hollow(problem), device_type="cpu", allowed_bytes=allowed_bytes, **LIMITS | limits)
+
+
+def test_the_longest_keeps_to_what_a_body_may_have() -> None:
+    problem = make_problem()
+    found = longest(problem, 2**40, max_input_bytes=10_000)
+    specs = at_length(problem, found), at_length(problem, found + 1)
+    sizes = [sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in each.values()) for each in specs]
+    assert sizes[0] <= 10_000 < sizes[1]
 
 
 LENGTHENED: dict[str, PlannedProblem] = {

@@ -29,6 +29,7 @@ from attn_core.validate import (
     find_weighted_sum_faults,
 )
 from tests.support.factory import make_problem
+from tests.support.memory import peak_bytes_of
 from tests.support.strategies import any_options, likely_options, likely_specs, specs
 
 F32, F16, F64, I64, I32, BOOL = (
@@ -399,6 +400,26 @@ def test_finite_bias_beyond_the_arithmetic_is_refused_by_its_place() -> None:
     assert [f.field for f in find_value_faults(problem.tensors())] == ["bias.0.0.1.2", "bias.0.0.3.0"]
     wide = make_problem(seq_len_q=5, seq_len_kv=7, dtype=F64, tensors={"bias": bias})
     assert find_value_faults(wide.tensors()) == []
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("number", [0.0, -torch.inf, torch.nan, 1e300])
+def test_numbers_of_a_wide_bias_are_looked_at_in_little_memory(number: float, turned: bool) -> None:
+    bias = torch.full((1, 1, 1024, 2048), number, dtype=F64)
+    bias = bias.transpose(2, 3) if turned else bias
+    tensors = {"query": torch.zeros(1, 1, 1, 1), "bias": bias}
+    assert len(find_value_faults(tensors)) == (50 if number == 1e300 else 0)
+    assert peak_bytes_of(lambda: find_value_faults(tensors)) < 3 * 2**20
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 70001), (3, 1, 2, 70001), (40, 1, 41, 70), (600, 3, 1, 70)])
+def test_number_far_into_a_wide_bias_is_refused_by_its_place(shape: tuple[int, ...]) -> None:
+    bias = torch.zeros(shape, dtype=F64)
+    places = [tuple(size - 1 for size in shape), tuple(size // 2 for size in shape)]
+    for place in places:
+        bias[place] = -1e300
+    found = find_value_faults({"query": torch.zeros(1, 1, 1, 1), "bias": bias})
+    assert [fault.field for fault in found] == [".".join(["bias", *map(str, place)]) for place in sorted(places)]
 
 
 @pytest.mark.parametrize("dtype", [I32, I64, F32, BOOL], ids=str)

@@ -15,6 +15,7 @@ from attn_core import AttentionOptions, AttentionProblem, AttentionResult, Engin
 from attn_core.errors import Abandoned, never_abandoned
 from attn_core.prepared import prepare
 from attn_core.problem import (
+    LAYER_OUTPUTS,
     OUTPUTS,
     GradientsProblem,
     LayerGradientsProblem,
@@ -34,6 +35,8 @@ from tests.support.factory import (
     with_tensors,
 )
 from tests.support.gradients import all_outputs, by_autograd, make_gradients
+from tests.support.layers import grad_output_of, with_layer_options
+from tests.support.layers import make_layer as layer_of
 from tests.support.memory import peak_bytes_of
 from tests.support.oracle import expected_outputs
 
@@ -250,6 +253,7 @@ def test_a_wrong_key_is_as_far_off_as_its_weight() -> None:
     due = outputs["weights"][1, 2, 3].max() - outputs["weights"][1, 2, 3, least]
     found = verified(problem, outputs | {"top_keys": keys})
     assert found.max_abs_error == pytest.approx(due.item())
+    assert found.max_rel_error == pytest.approx((due / outputs["weights"][1, 2, 3].max()).item())
     assert found.worst == "top_keys[1,2,3,0]"
 
 
@@ -454,6 +458,37 @@ def test_padding_that_is_nan_reaches_no_gradient_of_a_layer() -> None:
     assert verified(poisoned, outputs).max_abs_error <= 1e-12
 
 
+@pytest.mark.parametrize(
+    ("sizes", "rank"),
+    [
+        ({"batch": 0}, 3),
+        ({"seq_len_q": 0}, 3),
+        ({"seq_len_q": 0}, 2),
+        ({"seq_len_q": 0, "seq_len_kv": 3}, 3),
+        ({"seq_len_kv": 0}, 3),
+        ({"seq_len_kv": 0}, 2),
+    ],
+)
+def test_nothing_to_compute_of_a_layer_agrees(sizes: dict[str, Any], rank: int) -> None:
+    keys = sizes.get("seq_len_kv", sizes.get("seq_len_q", 5))
+    for tensors in ({}, {"sinks": torch.zeros(4), "bias": torch.zeros(1, 1, 1, keys)}):
+        layer = layer_of(**sizes, rank=rank, dtype=torch.float64, tensors=tensors, verify=True)
+        with_all = with_layer_options(layer, outputs=LAYER_OUTPUTS, top_k=3)
+        for problem in (with_all, LayerGradientsProblem(layer, grad_output_of(layer))):
+            found = Engine().attend(problem).verification
+            assert found is not None and found.max_abs_error <= 1e-12, problem
+
+
+def test_nothing_to_compute_of_gradients_agrees() -> None:
+    for axis in ("batch", "seq_len_q", "seq_len_kv"):
+        sizes: dict[str, Any] = {axis: 0}
+        keys = sizes.get("seq_len_kv", 7)
+        tensors = {"sinks": torch.zeros(4), "bias": torch.zeros(1, 1, 1, keys)}
+        problem = make_gradients(make_problem(**sizes, dtype=torch.float64, tensors=tensors, verify=True))
+        found = Engine().attend(replace(problem, outputs=all_outputs(problem))).verification
+        assert found == Verification(0.0, 0.0, ""), sizes
+
+
 # Cost
 
 
@@ -486,6 +521,28 @@ def test_scratch_is_not_above_its_estimate(axes: str, backward: bool, poison: fl
     if backward:
         problem = make_gradients(attention)
         outputs = {name: torch.zeros_like(problem.tensors()[name.removeprefix("grad_")]) for name in problem.asked}
+    assert peak_bytes_of(lambda: verified(problem, outputs)) <= verification_cost(problem).scratch_bytes + MIB
+
+
+@pytest.mark.parametrize(
+    ("axes", "top_k", "select"),
+    [
+        ({"num_heads": 4, "seq_len_q": 512, "seq_len_kv": 512, "head_dim": 32}, 512, {}),
+        ({"num_heads": 1, "seq_len_q": 1024, "seq_len_kv": 1024, "head_dim": 64}, 500, {}),
+        ({"num_heads": 1, "seq_len_q": 32, "seq_len_kv": 30_000, "head_dim": 16}, 3000, {}),
+        (
+            {"num_heads": 4, "seq_len_q": 512, "seq_len_kv": 512, "head_dim": 32},
+            512,
+            {"select_heads": (3, 0, 2), "select_rows": tuple(range(500, 0, -1))},
+        ),
+    ],
+    ids=["all keys", "half of them", "long", "selected"],
+)
+def test_scratch_of_many_ranks_is_not_above_its_estimate(
+    axes: dict[str, Any], top_k: int, select: dict[str, Any]
+) -> None:
+    problem = make_problem(batch=1, **axes, outputs=("top_weights",), top_k=top_k, **select)
+    outputs = Engine().attend(problem).outputs
     assert peak_bytes_of(lambda: verified(problem, outputs)) <= verification_cost(problem).scratch_bytes + MIB
 
 

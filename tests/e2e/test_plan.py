@@ -190,6 +190,38 @@ def test_a_shape_that_no_memory_holds_is_planned_at_once(client: httpx.Client) -
 # Faults
 
 
+def test_a_list_that_no_header_holds_is_foreseen(client: httpx.Client) -> None:
+    rows = 300_000
+    tensors = {
+        "query": torch.empty(1, 1, rows, 1, device="meta"),
+        "key": torch.empty(1, 1, 2, 1, device="meta"),
+        "value": torch.empty(1, 1, 2, 1, device="meta"),
+    }
+    found = plan(client, tensors, {"outputs": ["weights"], "select": {"rows": list(range(rows))}})
+    assert not found["admitted"]
+    assert found["why"].endswith("a header of safetensors may have 1048576")
+
+
+def test_a_list_that_no_request_may_have_is_refused(client: httpx.Client) -> None:
+    body = b'{"query":{"dtype":"float32","shape":[1,1]},"select":{"rows":[' + b"0," * 2**20 + b"0]}}"
+    answer = client.post("/v1/attention/plan", content=body, headers={"content-type": JSON})
+    assert answer.status_code == 422
+    assert answer.json()["errors"][0]["expected"] == "at most 1048576 items in an option"
+
+
+def test_a_longer_body_than_any_plan_needs_is_refused(client: httpx.Client) -> None:
+    answer = client.post("/v1/attention/plan", content=b" " * (2**24 + 1), headers={"content-type": JSON})
+    assert answer.status_code == 413
+
+
+def test_the_longest_is_one_that_a_body_may_have(client: httpx.Client) -> None:
+    query = torch.empty(1, 8, 1_000_000, 64, device="meta")
+    found = plan(client, {"query": query}, {})
+    assert not found["admitted"]
+    shorter = torch.empty(1, 8, found["max_seq_len"], 64, device="meta")
+    assert "a body may have" not in plan(client, {"query": shorter}, {})["why"]
+
+
 def test_every_fault_is_named_at_once(client: httpx.Client) -> None:
     members = {
         "query": {"dtype": "float32", "shape": [1, 2], "data": "AAAA"},

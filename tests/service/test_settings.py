@@ -67,6 +67,7 @@ def test_a_wrong_command_line_is_named_as_its_variable() -> None:
         ("ATTN_PORT", "80.5"),
         ("ATTN_PORT", ""),
         ("ATTN_HOST", ""),
+        ("ATTN_LAYER_DIRECTORY", ""),
         ("ATTN_DEVICE", "gpu"),
         ("ATTN_DEVICE", "cuda:"),
         ("ATTN_DEVICE", "cpu\n"),

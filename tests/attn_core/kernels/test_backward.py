@@ -110,6 +110,121 @@ def test_what_takes_part_in_nothing_cannot_change_a_bit_of_a_problem_in_blocks(f
     assert_same_bits(Engine().attend(problem), Engine().attend(poisoned))
 
 
+@pytest.mark.parametrize("scale", [2.0, -8.0, 1e3])
+@pytest.mark.parametrize("name", ["query", "key", "value", "grad_context"])
+def test_huge_number_that_takes_part_in_nothing_cannot_change_a_bit_at_any_scale(name: str, scale: float) -> None:
+    # So large that BLAS multiplies.
+    tensors = {"key_lengths": torch.tensor([15, 19]), "query_lengths": torch.tensor([17, 11])}
+    attention = make_problem(num_kv_heads=2, seq_len_q=18, seq_len_kv=19, head_dim=16, tensors=tensors, scale=scale)
+    problem = make_gradients(attention)
+    problem = replace(problem, outputs=all_outputs(problem))
+    where = {name: unattended(attention)[name]}
+    clean = Engine().attend(problem)
+    for number in (3e38, -3e38):
+        poisoned = Engine().attend(with_numbers(problem, where, number))
+        assert_same_bits(clean, poisoned)
+        assert poisoned.nonfinite_rows == 0
+
+
+def test_scale_cannot_make_attended_numbers_overflow_where_the_formula_does_not() -> None:
+    attention = make_problem(batch=1, num_heads=1, seq_len_q=17, seq_len_kv=16, head_dim=16, scale=4.0)
+    assert attention.key is not None
+    key = torch.full_like(attention.key, 1.1e38)
+    key[0, 0, ::2] *= -3.0
+    attention = with_tensors(attention, query=attention.query * 1e-38, key=key)
+    problem = make_gradients(attention, std=1e-3)
+    result = Engine().attend(problem)
+    assert result.nonfinite_rows == 0
+    for name, truth in by_hand(problem).items():
+        own = result.outputs[name].double()
+        # Some numbers are below the normal ones of float32.
+        torch.testing.assert_close(own, truth, rtol=1e-5, atol=1e-6 * truth.abs().max().item() + 1e-44)
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("layout", ["bhtd", "bthd", "btd"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"batch": 1, "num_heads": 2, "seq_len_q": 33, "seq_len_kv": 33, "head_dim": 1},
+        {"batch": 2, "num_heads": 2, "seq_len_q": 19, "seq_len_kv": 33, "head_dim": 3},
+        {"batch": 1, "num_heads": 1, "seq_len_q": 33, "seq_len_kv": 19, "head_dim": 5},
+        {"batch": 2, "num_heads": 3, "seq_len_q": 1, "seq_len_kv": 33, "head_dim": 8},
+        {"batch": 1, "num_heads": 2, "seq_len_q": 300, "seq_len_kv": 611, "head_dim": 3},
+    ],
+    ids=str,
+)
+def test_odd_shapes_that_lie_in_any_order_keep_their_bits(sizes: dict[str, Any], layout: Any, number: float) -> None:
+    lengths = {
+        "key_lengths": torch.tensor([6, 9][: sizes["batch"]]),
+        "query_lengths": torch.tensor([min(sizes["seq_len_q"], n) for n in (13, 1)][: sizes["batch"]]),
+    }
+    problem = make_gradients(make_problem(tensors=lengths, layout=layout, **sizes))
+    poisoned = problem
+    heads = sizes["num_heads"] if layout == "btd" else None
+    for name, where in unattended(problem.attention).items():
+        tensor: Tensor = getattr(poisoned, name, None)  # type: ignore[assignment]
+        tensor = getattr(poisoned.attention, name) if tensor is None else tensor
+        if name == "grad_logsumexp":
+            tensor = tensor.masked_fill(where, number)
+        else:
+            marks = where if layout == "bhtd" else where.transpose(1, 2)
+            marks = marks.unsqueeze(-1)
+            shape = tensor.shape
+            split = tensor if heads is None else tensor.view(*shape[:2], heads, -1)
+            tensor = split.masked_fill(marks, number).view(shape)
+        if name.startswith("grad_"):
+            poisoned = replace(poisoned, **{name: tensor})  # type: ignore[arg-type]
+        else:
+            poisoned = replace(poisoned, attention=with_tensors(poisoned.attention, **{name: tensor}))
+    clean, spoiled = Engine().attend(problem), Engine().attend(poisoned)
+    assert_same_bits(clean, spoiled)
+    assert spoiled.nonfinite_rows == 0
+
+
+ASKED: tuple[tuple[str, ...], ...] = (
+    ("grad_bias",),
+    ("grad_sinks",),
+    ("grad_value",),
+    ("grad_key", "grad_value"),
+    ("grad_value", "grad_weights"),
+    ("grad_key", "grad_value", "grad_weights"),
+    ("grad_logits",),
+    ("grad_query",),
+    ("grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks", "grad_weights", "grad_logits"),
+)
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_that_are_not_finite_are_counted_whatever_is_asked(name: str, number: float) -> None:
+    tensors, options = features()["mask and bias"]
+    tensors = tensors | {"sinks": torch.tensor([0.5, -1.0, 0.0, 2.0])}
+    problem = make_gradients(make_problem(num_kv_heads=2, tensors=tensors, **options))
+    problem = replace(problem, outputs=all_outputs(problem))
+    tensor = getattr(problem, name, None)
+    tensor = getattr(problem.attention, name) if tensor is None else tensor
+    where = torch.zeros(tensor.shape if name == "grad_logsumexp" else tensor.shape[:-1], dtype=torch.bool)
+    where[0, 0, 2] = True
+    problem = with_numbers(problem, {name: where}, number)
+    counts = {Engine().attend(replace(problem, outputs=asked)).nonfinite_rows for asked in ASKED}
+    assert len(counts) == 1 and counts != {0}
+
+
+def test_rows_that_are_not_finite_are_counted_of_self_attention_too() -> None:
+    lengths = {"key_lengths": torch.tensor([3, 5]), "sinks": torch.zeros(4)}
+    problem = make_gradients(make_problem(self_attention=True, seq_len_q=5, seq_len_kv=5, tensors=lengths))
+    where = torch.zeros(2, 4, 5, dtype=torch.bool)
+    where[0, 1, 1] = where[1, 2, 4] = where[0, 3, 4] = True
+    problem = with_numbers(problem, {"query": where}, torch.nan)
+    counts = {
+        asked: Engine().attend(replace(problem, outputs=asked)).nonfinite_rows
+        for asked in (("grad_query",), ("grad_sinks",), ("grad_query", "grad_sinks", "grad_logits"))
+    }
+    # All five rows of the first two, and one row by itself that no other attends.
+    assert set(counts.values()) == {5 + 5 + 1}
+
+
 def test_key_behind_the_mask_of_some_queries_changes_the_gradients_of_the_others_alone() -> None:
     problem = problem_of("upper_left", seq_len_q=7, num_heads=4)
     clean = Engine().attend(problem)

@@ -39,8 +39,9 @@ def test_gradients_of_the_product_match_autograd() -> None:
     query, key, grad = of_queries(1).requires_grad_(), of_keys(2).requires_grad_(), pairs(3)
     scores = -0.3 * query @ repeated(key).transpose(-1, -2)
     of_query, of_key = torch.autograd.grad(scores, (query, key), grad)
-    torch.testing.assert_close(gradients.grad_query(grad, key.detach(), -0.3), of_query)
-    torch.testing.assert_close(gradients.grad_key(grad, query.detach(), 2, -0.3), of_key)
+    of_scores = gradients.grad_scores(grad, -0.3)
+    torch.testing.assert_close(gradients.grad_query(of_scores, key.detach()), of_query)
+    torch.testing.assert_close(gradients.grad_key(of_scores, query.detach(), 2), of_key)
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
@@ -95,21 +96,29 @@ def test_scale_of_0_leaves_nan_in_place() -> None:
     assert not scores.nan_to_num().any()
 
 
-@pytest.mark.parametrize("negated", [False, True])
-def test_infinite_part_is_what_the_sums_of_allowed_pairs_make_of_it(negated: bool) -> None:
+def test_scale_cannot_make_a_huge_factor_overflow() -> None:
+    # So large that BLAS multiplies.
+    query, key = make_tensor(2, 4, 17, 16, seed=1) * 1e-38, make_tensor(2, 2, 18, 16, seed=2)
+    key[0, 0, 3] = 3.3e38
+    scores = gradients.scaled_scores(query, key, 4.0)
+    exact = 4.0 * query.double() @ repeated(key.double()).transpose(-1, -2)
+    torch.testing.assert_close(scores.double(), exact, rtol=1e-5, atol=1e-6)
+    assert scores.isfinite().all()
+
+
+def test_infinite_part_is_what_the_sums_of_allowed_pairs_make_of_it() -> None:
     allowed = make_mask(2, 5, 7, seed=1)
     coefficients = pairs(2)[:, 0].masked_fill(~allowed, 0.0)
     coefficients[0, 1, allowed[0, 1].nonzero()[0]] = 0.0
     factors = make_tensor(2, 7, 6, seed=3, dtype=torch.float64)
     for seed, number in enumerate((math.nan, math.inf, -math.inf)):
         factors = factors.masked_fill(make_mask(2, 7, 6, seed=seed, share=0.1), number)
-    sign = -1.0 if negated else 1.0
     expected = torch.zeros(2, 5, 6, dtype=torch.float64)
     for n in range(2):
         for i in range(5):
             seen = allowed[n, i]
-            expected[n, i] = sign * (coefficients[n, i, seen].unsqueeze(1) * factors[n, seen]).sum(0)
+            expected[n, i] = (coefficients[n, i, seen].unsqueeze(1) * factors[n, seen]).sum(0)
     finite = torch.where(factors.isfinite(), factors, 0.0)
-    part = gradients.infinite_part(coefficients, factors, allowed, negated=negated)
-    torch.testing.assert_close(sign * coefficients @ finite + part, expected, equal_nan=True)
+    part = gradients.infinite_part(coefficients, factors, allowed)
+    torch.testing.assert_close(coefficients @ finite + part, expected, equal_nan=True)
     assert part.isinf().any() and part.isnan().any() and (part == 0).any()

@@ -32,6 +32,7 @@ from service.wire.requests import (
 )
 from tests.support.bodies import as_object, safetensors_body
 from tests.support.factory import make_tensor
+from tests.support.memory import peak_bytes_of
 
 LIMITS = ReadLimits()
 UNIT = [[1, 0], [0, 1]]
@@ -220,3 +221,15 @@ def test_numbers_that_are_not_finite_are_named_up_to_fifty() -> None:
         safetensors_format.decode_parameters(safetensors_body(weights, READING), LIMITS)
     named = [fault.field for fault in caught.value.faults if fault.field.startswith("w_query")]
     assert named == [f"w_query.0.{column}" for column in range(50)]
+
+
+def test_numbers_that_are_not_finite_take_little_to_find() -> None:
+    weights: dict[str, Tensor] = {name: torch.ones(1024, 1024) for name in PARAMETER_NAMES[:4]}
+    weights["w_key"] = torch.full((1024, 1024), torch.nan)
+    body = safetensors_body(weights, READING)
+
+    def refuse() -> None:
+        with pytest.raises(InvalidProblem, match=r"w_key\.0\.49"):
+            safetensors_format.decode_parameters(body, LIMITS)
+
+    assert peak_bytes_of(refuse) < weights["w_key"].nbytes

@@ -175,6 +175,19 @@ def test_any_nesting_is_read_alike_or_refused_alike_on_both_roads(node: Any) -> 
     assert outcomes[0] == outcomes[1]
 
 
+def test_many_members_are_not_looked_for_one_by_one() -> None:
+    members = {f"a{number}": 1 for number in range(text._MAX_FAST_NAMES + 1)}
+    body = json.dumps(members).encode()
+    assert text._read_fast(body, frozenset(), frozenset()) is None
+    assert read_object(body, frozenset(), frozenset()) == (members, [])
+
+
+def test_more_members_than_any_call_has_are_refused_by_their_number() -> None:
+    body = json.dumps({f"a{number}": [] for number in range(text.MAX_MEMBERS + 1)}).encode()
+    with pytest.raises(InvalidProblem, match=f"at most {text.MAX_MEMBERS} members.*received {text.MAX_MEMBERS + 1}"):
+        read_object(body, frozenset(), frozenset())
+
+
 def test_long_lists_take_the_fast_road() -> None:
     if not HAS_SIMDJSON:
         pytest.skip("no pysimdjson for this Python")

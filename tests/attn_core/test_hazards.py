@@ -1,0 +1,117 @@
+"""Numbers that a fused kernel would answer wrongly: found in little memory, and in few blocks answered by another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_core import AttentionProblem, Engine
+from attn_core.canonical import canonicalize
+from attn_core.hazards import find_hazards, without_hazards
+from attn_core.kernels import blocked, isolated, manual
+from attn_core.maths import context as context_maths
+from tests.support.factory import make_problem, make_tensor, with_tensors
+from tests.support.memory import peak_bytes_of
+from tests.support.oracle import assert_matches_reference
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("last", [0.0, -torch.inf, torch.inf, torch.nan, 1e300])
+@pytest.mark.parametrize("turned", [False, True])
+def test_wide_bias_is_looked_at_in_little_memory(last: float, turned: bool) -> None:
+    bias = torch.zeros(1, 1, 2048, 1024, dtype=torch.float64)
+    bias[..., 1::2], bias[..., -1, -1] = -torch.inf, last
+    problem = make_problem(
+        batch=1, num_heads=1, seq_len_q=2048 if not turned else 1024, seq_len_kv=1024 if not turned else 2048,
+        tensors={"bias": bias.transpose(2, 3) if turned else bias},
+    )  # fmt: skip
+    canonical = canonicalize(problem)
+    assert find_hazards(canonical).bias == (last not in (0.0, -torch.inf))
+    assert peak_bytes_of(lambda: find_hazards(canonical)) < 2 * MIB
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 70001), (1, 1, 1, 200001), (400, 1, 401, 3)])
+def test_copy_without_hazards_has_every_other_number(shape: tuple[int, ...]) -> None:
+    bias = make_tensor(*shape)
+    bias.view(-1)[:: 2**15] = torch.inf
+    axes: dict[str, Any] = dict(zip(("batch", "num_heads", "seq_len_q", "seq_len_kv"), shape, strict=True))
+    canonical = canonicalize(make_problem(**axes, head_dim=1, tensors={"bias": bias}))
+    clean = without_hazards(canonical, find_hazards(canonical)).bias
+    assert clean is not None and torch.equal(clean, bias.masked_fill(bias == torch.inf, 0.0))
+
+
+def attended_by_all(**axes: Any) -> AttentionProblem:
+    problem = make_problem(**axes)
+    assert problem.key is not None
+    key = problem.key.clone()
+    key[:, :, 0] = torch.inf
+    return with_tensors(problem, key=key)
+
+
+@pytest.mark.parametrize("outputs", [("context",), ("context", "logsumexp")])
+def test_exact_blocks_of_a_long_problem_are_those_of_the_manual_kernel(outputs: tuple[str, ...]) -> None:
+    axes: dict[str, Any] = {"batch": 1, "num_heads": 8, "seq_len_q": 4096, "seq_len_kv": 4096, "head_dim": 128}
+    problem = canonicalize(make_problem(**axes, outputs=outputs))
+    size = isolated.exact_size(problem.dims, isolated.exact_pairs(problem))
+    assert size == manual.cut(problem.dims, problem.dims.seq_len_q)
+
+
+def test_exact_blocks_of_a_problem_do_not_depend_on_what_is_asked() -> None:
+    axes: dict[str, Any] = {"batch": 1, "num_heads": 8, "seq_len_q": 1024, "seq_len_kv": 1024, "head_dim": 96}
+    names = [("context",), ("entropy",), ("context", "logsumexp", "entropy", "weight_totals")]
+    assert len({isolated.exact_pairs(canonicalize(make_problem(**axes, outputs=own))) for own in names}) == 1
+
+
+def test_block_of_which_every_row_attends_a_hazard_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[tuple[slice, slice]] = []
+    compute = blocked._Blocks._compute
+
+    def counting(self: Any, part: Any, block: Any, *rest: Any) -> Any:
+        computed.append((block.items, block.heads))
+        return compute(self, part, block, *rest)
+
+    monkeypatch.setattr(blocked._Blocks, "_compute", counting)
+    monkeypatch.setattr(blocked, "BLOCK_PAIRS", 1)
+    problem = attended_by_all(path="blocked", outputs=("entropy", "weight_totals"), causal="upper_left", seq_len_kv=5)
+    result = Engine().attend(problem)
+    assert computed == [] and result.nonfinite_rows == 2 * 4 * 5
+    assert_matches_reference(problem, result)
+
+
+def test_slopes_that_overflow_leave_empty_rows_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "BLOCK_PAIRS", 1)
+    tensors = {"alibi_slopes": torch.full((4,), 3e38), "key_lengths": torch.tensor([0, 7])}
+    problem = make_problem(path="blocked", outputs=("entropy", "weight_totals"), causal="lower_right", tensors=tensors)
+    result, by_manual = (
+        Engine().attend(problem),
+        Engine().attend(
+            make_problem(path="manual", outputs=("entropy", "weight_totals"), causal="lower_right", tensors=tensors)
+        ),
+    )
+    assert (result.empty_rows, result.nonfinite_rows) == (by_manual.empty_rows, by_manual.nonfinite_rows)
+    assert result.empty_rows >= 4 * 5
+    assert_matches_reference(problem, result)
+
+
+def test_of_values_that_are_not_finite_only_their_keys_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: list[int] = []
+    carry = context_maths._carry_infinities_
+
+    def counting(context: Tensor, weights: Tensor, value: Tensor, allowed: Tensor | None) -> None:
+        widths.append(weights.shape[-1])
+        carry(context, weights, value, allowed)
+
+    monkeypatch.setattr(context_maths, "_carry_infinities_", counting)
+    weights, value = make_tensor(2, 4, 5, 9).softmax(dim=-1), make_tensor(2, 2, 9, 3)
+    value[0, 1, 2, 1], value[1, 0, 6] = torch.inf, torch.nan
+    allowed = torch.ones(1, 1, 5, 9, dtype=torch.bool)
+    allowed[..., 0, 2] = False
+    weights = weights * allowed
+    found = context_maths.weighted_context_of_allowed(weights, value, allowed)
+    assert widths == [2]
+    expected = torch.where(allowed.unsqueeze(-1), weights.unsqueeze(-1) * value.repeat_interleave(2, 1).unsqueeze(2), 0)
+    torch.testing.assert_close(found, expected.sum(dim=-2), equal_nan=True)
