@@ -45,7 +45,7 @@ def broken_of(outcome: Outcome) -> tuple[list[Law], list[str]]:
 
 
 def test_answers_have_equal_bits_alone_and_in_company(shared_server: Server) -> None:
-    tally = uvloop.run(bits.compare(shared_server.port, num_problems=80, connections=8, seed=7))
+    tally = uvloop.run(bits.compare(shared_server.port, num_problems=120, connections=8, seed=7))
     assert broken(bits.laws_of(tally)) == [], tally.differences[:3]
     assert min(tally.num_compared.values()) >= 3
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,15 +12,33 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch import Tensor
 
 from attn_core import AttentionOptions, AttentionProblem
-from attn_core.problem import OUTPUTS
+from attn_core.problem import (
+    OUTPUTS,
+    GradientsProblem,
+    LayerGradientsProblem,
+    LayerOptions,
+    LayerProblem,
+    Problem,
+)
 from tests.benchmarks.soak.client import request_bytes
 from tests.support.bodies import JSON, SAFETENSORS, list_body, object_body, safetensors_body
 from tests.support.factory import DTYPES, features, make_mask, make_problem, make_tensor, with_options
+from tests.support.gradients import make_gradients
+from tests.support.layers import make_layer, make_layer_gradients
 from tests.support.strategies import problems
 
-KINDS = (("any form", 0.3), ("any short form", 0.3), ("small", 0.32), ("medium", 0.077), ("large", 0.003))
-"""And how many of all: what hypothesis draws, short for what the fused kernel can answer, and three sizes from the
-factory."""
+KINDS = (
+    ("any form", 0.25),
+    ("any short form", 0.25),
+    ("small", 0.22),
+    ("medium", 0.077),
+    ("large", 0.003),
+    ("gradients", 0.1),
+    ("layer", 0.05),
+    ("layer gradients", 0.05),
+)
+"""And how many of all: what hypothesis draws, short for what the fused kernel can answer, three sizes from the
+factory, and what stands around an attention."""
 WAVE = 250
 MAX_LIST_ELEMENTS = 20_000
 """Longer ones are not written as nested lists."""
@@ -39,10 +57,15 @@ class Case:
     kind: str
     tensors: dict[str, Tensor]
     options: dict[str, Any]
+    path: str = "/v1/attention"
+
+    @property
+    def first(self) -> Tensor:
+        return next(iter(self.tensors.values()))
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.tensors["query"].dtype
+        return self.first.dtype
 
     def __str__(self) -> str:
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in self.tensors.items())
@@ -52,12 +75,11 @@ class Case:
         """A whole HTTP request, in one of ``WAYS``."""
         if way.startswith("JSON"):
             write = list_body if way == "JSON, lists" else object_body
-            return request_bytes(write(self.tensors, self.options), JSON)
+            return request_bytes(write(self.tensors, self.options), JSON, path=self.path)
         body = safetensors_body(self.tensors, self.options)
         is_chunked = way == "ASGI, chunked"
-        return request_bytes(
-            body, SAFETENSORS, is_chunked=is_chunked, more=_OTHER_ROAD if way == "ASGI by a header" else ""
-        )
+        more = _OTHER_ROAD if way == "ASGI by a header" else ""
+        return request_bytes(body, SAFETENSORS, path=self.path, is_chunked=is_chunked, more=more)
 
     def can_go(self, way: str) -> bool:
         """Whether this way says the same: nested lists have one dtype for all tensors, and an end in length."""
@@ -65,7 +87,7 @@ class Case:
             return True
         numbers = [tensor for tensor in self.tensors.values() if tensor.is_floating_point()]
         return (
-            self.tensors["query"].numel() > 0
+            self.first.numel() > 0
             and sum(tensor.numel() for tensor in self.tensors.values()) <= MAX_LIST_ELEMENTS
             and len({tensor.dtype for tensor in numbers}) == 1
         )
@@ -91,9 +113,32 @@ def cases(count: int, *, seed: int) -> Iterator[list[Case]]:
             tensors = {
                 name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in problem.tensors().items()
             }
-            wave.append(Case(number, kind, tensors, wire_options(problem.options)))
+            path, options = _asked(problem)
+            wave.append(Case(number, kind, tensors, options, path))
             number += 1
         yield wave
+
+
+def _asked(problem: Problem) -> tuple[str, dict[str, Any]]:
+    """Whom a problem is for, and its options as a caller writes them."""
+    match problem:
+        case GradientsProblem():
+            options = wire_options(problem.attention.options) | {"outputs": problem.outputs}
+            return "/v1/attention/gradients", {name: value for name, value in options.items() if value is not None}
+        case LayerGradientsProblem():
+            options = _layer_options(problem.layer.options) | {"outputs": problem.outputs}
+            return "/v1/layer/gradients", {name: value for name, value in options.items() if value is not None}
+        case LayerProblem():
+            return "/v1/layer", _layer_options(problem.options)
+        case AttentionProblem():
+            return "/v1/attention", wire_options(problem.options)
+    raise AssertionError(f"nobody makes {type(problem).__name__}")
+
+
+def _layer_options(options: LayerOptions) -> dict[str, Any]:
+    written = wire_options(options.attention) | {"weight_layout": options.weight_layout, "outputs": options.outputs}
+    del written["layout"]
+    return written
 
 
 def wire_options(options: AttentionOptions) -> dict[str, Any]:
@@ -260,4 +305,58 @@ def _long(
     )
 
 
-_MAKERS: dict[str, Callable[[random.Random], AttentionProblem]] = {"small": _small, "medium": _medium, "large": _large}
+def _gradients(chooser: random.Random) -> GradientsProblem:
+    make = chooser.choice((_small, _small, _medium))
+    attention = make(chooser)
+    attention = with_options(attention, select_heads=None, select_rows=None, top_k=None)
+    uses = chooser.choice(((True, False), (False, True), (True, True)))
+    outputs = chooser.choice((None, None, ("grad_query",), ("grad_logits", "grad_query")))
+    problem = make_gradients(
+        attention, seed=chooser.randrange(10**6), context=uses[0], logsumexp=uses[1], outputs=outputs
+    )
+    return replace(problem, attention=with_options(problem.attention, outputs=("context",)))
+
+
+def _layer(chooser: random.Random) -> LayerProblem:
+    outputs = chooser.choice((("output",), ("output",), ("output", "weights"), ("context", "key", "logsumexp")))
+    return make_layer(outputs=outputs, **_layer_form(chooser))
+
+
+def _layer_gradients(chooser: random.Random) -> LayerGradientsProblem:
+    return make_layer_gradients(**_layer_form(chooser))
+
+
+def _layer_form(chooser: random.Random) -> dict[str, Any]:
+    batch, num_kv_heads = chooser.choice((1, 2, 3)), chooser.choice((1, 2))
+    num_heads, seq_len_q = num_kv_heads * chooser.choice((1, 2)), chooser.choice((1, 7, 33, 128))
+    seq_len_kv = chooser.choice((None, None, 5, 64))
+    number = chooser.randrange(10**6)
+    found = features(
+        batch=batch, num_heads=num_heads, seq_len_q=seq_len_q, seq_len_kv=seq_len_kv or seq_len_q, seed=number
+    )
+    tensors, options = found[chooser.choice(list(found))]
+    return {
+        "seed": number,
+        "batch": batch,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "seq_len_q": seq_len_q,
+        "seq_len_kv": seq_len_kv,
+        "width": chooser.choice((12, 64)),
+        "head_dim": chooser.choice((6, 16)),
+        "weight_layout": chooser.choice(("in_out", "out_in")),
+        "biases": chooser.random() < 0.5,
+        "dtype": chooser.choice(DTYPES),
+        "tensors": tensors,
+        **options,
+    }
+
+
+_MAKERS: dict[str, Callable[[random.Random], Problem]] = {
+    "small": _small,
+    "medium": _medium,
+    "large": _large,
+    "gradients": _gradients,
+    "layer": _layer,
+    "layer gradients": _layer_gradients,
+}
