@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from attn_core.cost import Cost
@@ -40,11 +39,6 @@ class Outlook:
 
     chosen: Prepared
     paths: Mapping[str, PathOutlook]
-
-
-def without_numbers(spec: TensorSpec) -> Tensor:
-    """A tensor of this dtype and shape that takes no memory."""
-    return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
 
 
 def outlook(problem: PlannedProblem, *, device_type: str) -> Outlook:
@@ -98,7 +92,7 @@ def _at_length(name: str, tensor: Tensor, layout: str, seq_len: int) -> TensorSp
 
 def with_specs(problem: PlannedProblem, specs: Mapping[str, TensorSpec]) -> PlannedProblem:
     """The problem with other tensors, without numbers, of the same names."""
-    tensors = {name: without_numbers(spec) for name, spec in specs.items()}
+    tensors = {name: spec.hollow() for name, spec in specs.items()}
     if isinstance(problem, AttentionProblem):
         return replace(problem, **tensors)  # type: ignore[arg-type]
     grads = {name: tensors.pop(name) for name in ("grad_context", "grad_logsumexp") if name in tensors}

@@ -83,6 +83,10 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    def hollow(self) -> Tensor:
+        """A tensor of this dtype and shape that takes no memory, on torch's device ``meta``."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attn_core.errors import Fault
-from attn_core.outlook import without_numbers
 from attn_core.problem import TensorSpec
 from service.wire import plan_text
 from service.wire.arrays import Buffer
@@ -28,9 +27,7 @@ def decode(body: Buffer, limits: ReadLimits, *, also: Sequence[Fault] = ()) -> D
 def build(read: ReadPlan, limits: ReadLimits, *, also: Sequence[Fault] = ()) -> DecodedRequest:
     """The same of a body that was taken apart elsewhere. Raises: InvalidProblem with every fault."""
     parts = Parts(
-        tensors={
-            name: without_numbers(TensorSpec(DTYPES[dtype], shape)) for name, (dtype, shape) in read.specs.items()
-        },
+        tensors={name: TensorSpec(DTYPES[dtype], shape).hollow() for name, (dtype, shape) in read.specs.items()},
         options=read.options,
         unknown=read.unknown,
         faults=[*also, *read.faults],

@@ -8,7 +8,6 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from attn_core.problem import (
 )
 from attn_core.validate import (
     dtype_text,
+    faults_where,
     find_faults,
     find_gradients_faults,
     find_layer_faults,
@@ -38,7 +38,6 @@ from attn_core.validate import (
     find_weighted_sum_faults,
     known_lengths,
     layer_lengths,
-    number_text,
     spec_of,
 )
 from attn_core.validate.layer import find_parameters_faults
@@ -63,8 +62,6 @@ from service.wire.text import short
 WEIGHTED_SUM_NAMES: tuple[str, ...] = ("weights", "value")
 VALUED_TENSORS = frozenset({"bias", "key_lengths", "query_lengths", "query_offset", "alibi_slopes", "sinks"})
 """Tensors whose numbers are checked, not only their shapes."""
-LOOKED_AT_ONCE = 2**16
-"""Numbers of a weight that are marked at a time, where some are not finite."""
 READING_OPTIONS: tuple[str, ...] = ("num_heads", "num_kv_heads", "weight_layout")
 """How a layer's weights are to be read: options that a stored layer brings with it."""
 
@@ -410,16 +407,7 @@ def _nonfinite_faults(name: str, tensor: Tensor) -> list[Fault]:
     # Nearly all are finite, and large: without a mark for each number.
     if all(math.isfinite(end.item()) for end in torch.aminmax(tensor)):
         return []
-    faults: list[Fault] = []
-    flat = tensor.reshape(-1)
-    for start in range(0, flat.numel(), LOOKED_AT_ONCE):
-        for index in (~torch.isfinite(flat[start : start + LOOKED_AT_ONCE])).nonzero().flatten().tolist():
-            place = np.unravel_index(start + index, tuple(tensor.shape))
-            received = number_text(flat[start + index].item())
-            faults.append(Fault(".".join([name, *map(str, place)]), "a finite number", received))
-            if len(faults) == MAX_FAULTS:
-                return faults
-    return faults
+    return faults_where(name, tensor, lambda piece: ~torch.isfinite(piece), "a finite number")
 
 
 def _idle_options(options: CallOptions, parts: Parts, limits: ReadLimits, *, answer_is_json: bool) -> list[Fault]:

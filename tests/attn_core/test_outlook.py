@@ -20,7 +20,6 @@ from attn_core.outlook import (
     on_path,
     outlook,
     with_specs,
-    without_numbers,
 )
 from attn_core.prepared import prepare
 from attn_core.problem import GradientsProblem
@@ -196,4 +195,4 @@ def test_gradients_that_come_in_grow_too() -> None:
 
 def test_a_tensor_without_numbers_has_dtype_and_shape_alone() -> None:
     spec = spec_of(make_tensor(2, 3, dtype=torch.bfloat16))
-    assert without_numbers(spec).is_meta and spec_of(without_numbers(spec)) == spec
+    assert spec.hollow().is_meta and spec_of(spec.hollow()) == spec

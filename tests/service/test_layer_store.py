@@ -6,7 +6,6 @@ import asyncio
 import errno
 import json
 import os
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from attn_core.errors import Checkpoint, InvalidProblem, TooLarge, never_abandoned
+from attn_core.errors import InvalidProblem, TooLarge
 from attn_core.placement import ALIGNMENT_BYTES
 from attn_core.problem import LayerParameters
 from service.errors import AlreadyExists, NotFound, Unavailable
@@ -25,7 +24,7 @@ from service.layer_directory import SUFFIX, LayerDirectory, UnusableDirectory
 from service.layer_store import RESERVED_NAMES, Kept, LayerStore, StoredLayer, name_faults
 from service.wire.requests import ReadLimits
 from tests.support.factory import DTYPES
-from tests.support.kept_layers import make_parameters, num_bytes, options_of
+from tests.support.kept_layers import GatedDirectory, make_parameters, num_bytes, options_of
 
 T = TypeVar("T")
 PLENTY = 2**20
@@ -291,27 +290,6 @@ def test_changes_of_one_name_wait_for_each_other(store: LayerStore) -> None:
     assert len(kept) == 1
     assert kept[0].is_new
     assert sum(isinstance(outcome, AlreadyExists) for outcome in outcomes) == 4
-
-
-class GatedDirectory(LayerDirectory):
-    """Writes once the test lets it; ``entered`` says that it would like to."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.entered = threading.Event()
-        self.gate = threading.Event()
-
-    def write(
-        self,
-        name: str,
-        parameters: LayerParameters,
-        *,
-        previous: LayerParameters | None = None,
-        check: Checkpoint = never_abandoned,
-    ) -> None:
-        self.entered.set()
-        assert self.gate.wait(WAIT_S)
-        super().write(name, parameters, previous=previous, check=check)
 
 
 def test_a_put_that_nobody_waits_for_changes_nothing(tmp_path: Path) -> None:

@@ -1,13 +1,19 @@
-"""Layers to be kept by a name: every number follows from a seed."""
+"""Layers to be kept by a name: every number follows from a seed; and a directory that writes when the test lets it."""
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from attn_core.errors import Checkpoint, never_abandoned
 from attn_core.problem import PARAMETER_NAMES, LayerParameters, WeightLayout
+from service.layer_directory import LayerDirectory
 from tests.support.factory import make_tensor
+
+WAIT_S = 30.0
 
 
 def make_parameters(
@@ -55,3 +61,24 @@ def options_of(parameters: LayerParameters) -> dict[str, Any]:
 
 def num_bytes(parameters: LayerParameters) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in parameters.weights.values())
+
+
+class GatedDirectory(LayerDirectory):
+    """Writes once the test lets it; ``entered`` says that it would like to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.entered = threading.Event()
+        self.gate = threading.Event()
+
+    def write(
+        self,
+        name: str,
+        parameters: LayerParameters,
+        *,
+        previous: LayerParameters | None = None,
+        check: Checkpoint = never_abandoned,
+    ) -> None:
+        self.entered.set()
+        assert self.gate.wait(WAIT_S)
+        super().write(name, parameters, previous=previous, check=check)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,13 @@ import httpx
 import pytest
 import torch
 
-from attn_core.errors import Checkpoint, never_abandoned
 from attn_core.problem import LayerParameters
 from service.doors.layers import read_replace
 from service.layer_directory import LayerDirectory
 from tests.support.bodies import SAFETENSORS, read_answer, safetensors_body
 from tests.support.factory import make_tensor
 from tests.support.in_process import WAIT_S, GatedEngine, InProcess, service_in_process
-from tests.support.kept_layers import make_parameters, options_of
+from tests.support.kept_layers import GatedDirectory, make_parameters, options_of
 from tests.support.roads import Caller, calls_to, port_of
 
 HEADERS = {"content-type": SAFETENSORS}
@@ -122,26 +120,6 @@ def test_an_upload_counts_while_it_is_read() -> None:
         until(service, lambda: admission.requests_inside == 0)
         assert service.call(lambda: admission.body_bytes_inside) == 0
         assert client.get("/v1/layers/first").status_code == 200
-
-
-class GatedDirectory(LayerDirectory):
-    """Writes once the test lets it."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.entered, self.gate = threading.Event(), threading.Event()
-
-    def write(
-        self,
-        name: str,
-        parameters: LayerParameters,
-        *,
-        previous: LayerParameters | None = None,
-        check: Checkpoint = never_abandoned,
-    ) -> None:
-        self.entered.set()
-        assert self.gate.wait(WAIT_S)
-        super().write(name, parameters, previous=previous, check=check)
 
 
 def test_a_layer_whose_sender_left_while_it_was_written_is_not_kept(tmp_path: Path) -> None:
