@@ -25,6 +25,10 @@ FIXED_BYTES = 2**20
 """What any call takes besides: the scratch of the kernel's threads, small tensors, rounding of the allocator."""
 
 
+SPARE_SHARE = 8
+"""What huge or non-finite numbers would take is counted at once up to this part of inputs and outputs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """``peak_bytes`` counts inputs, outputs and everything alive between them at once."""
@@ -37,6 +41,13 @@ class Cost:
     """Passes over the query-key pairs besides the products: what narrow heads are bound by."""
     kernel: str | None = None
     """Whose pace counts, where that is not the path's."""
+    spare_bytes: int = 0
+    """What is taken besides where huge or non-finite numbers are attended; 0 where it is little, or admitted."""
+
+    @property
+    def with_spare(self) -> Cost:
+        """The same with the spare bytes among those of the peak."""
+        return replace(self, peak_bytes=self.peak_bytes + self.spare_bytes, spare_bytes=0)
 
 
 def attention_flops(problem: CanonicalProblem) -> int:
@@ -49,12 +60,14 @@ def attention_cost(problem: CanonicalProblem, path: str, *, device_type: str | N
     """The cost of a canonical problem on one of the kernels, on a device that its tensors may still travel to."""
     inputs = _input_bytes(problem)
     sizes = {name: _output_bytes(problem, name) for name in named_outputs(problem)}
-    outputs = sum(sizes.values())
+    outputs, spare = sum(sizes.values()), 0
     if path == "fused":
         device_type = device_type or problem.device.type
-        # Where huge or non-finite numbers are attended, the problem is answered in parts.
         size = fused.cut(problem, device_type=device_type)
-        scratch = max(_fused_scratch(problem, size, device_type), _isolated_scratch(problem, size, device_type))
+        strided = _strided_bytes(problem)
+        plain = strided + _fused_scratch(problem, size, device_type)
+        careful = strided + _isolated_scratch(problem, size, device_type)
+        scratch, spare = _with_spare(plain, careful, held=inputs + outputs)
         if "logsumexp" in sizes and problem.query.dtype != problem.compute_dtype:
             scratch = max(scratch, _manual_scratch(problem))
     else:
@@ -69,7 +82,15 @@ def attention_cost(problem: CanonicalProblem, path: str, *, device_type: str | N
         peak_bytes=inputs + outputs + scratch + FIXED_BYTES,
         output_bytes=outputs,
         pair_passes=_pair_passes(problem, path),
+        spare_bytes=spare,
     )
+
+
+def _with_spare(plain: int, careful: int, *, held: int) -> tuple[int, int]:
+    """Of what a kernel takes besides for plain numbers, and for huge or non-finite ones: what is counted at once, which
+    is little beside the bytes held anyhow, and what only where such numbers are met."""
+    scratch = max(plain, min(careful, held // SPARE_SHARE))
+    return scratch, max(careful - scratch, 0)
 
 
 def _pair_passes(problem: CanonicalProblem, path: str) -> float:
@@ -124,10 +145,13 @@ def _output_bytes(problem: CanonicalProblem, name: str) -> int:
     return math.prod(output_shape(problem, name)) * output_dtype(problem, name).itemsize
 
 
+def _strided_bytes(problem: CanonicalProblem) -> int:
+    """Copies for the fused kernel of what does not lie as it reads."""
+    return sum(t.nbytes for t in (problem.query, problem.key, problem.value) if t.stride(-1) != 1)
+
+
 def _fused_scratch(problem: CanonicalProblem, size: Cut, device_type: str) -> int:
-    dims = problem.dims
-    strided = sum(t.nbytes for t in (problem.query, problem.key, problem.value) if t.stride(-1) != 1)
-    return strided + _fused_block(problem, size, device_type, is_part=not size.leaves_whole(dims))
+    return _fused_block(problem, size, device_type, is_part=not size.leaves_whole(problem.dims))
 
 
 def _fused_block(problem: CanonicalProblem, size: Cut, device_type: str, *, is_part: bool) -> int:
@@ -139,8 +163,8 @@ def _fused_block(problem: CanonicalProblem, size: Cut, device_type: str, *, is_p
         # Keys and values are laid out for the processor's tiles first.
         tile += size.items * size.heads * (dims.seq_len_kv + 64) * (dims.head_dim + dims.head_dim_v + 2) * itemsize
     rows = size.items * size.heads * size.rows
-    # Its answer before it is put in its place.
-    answer = rows * (dims.head_dim_v * itemsize + 2 * wide) if is_part else 0
+    # Its answer before it is put in its place, or a context that nobody asked for.
+    answer = rows * (dims.head_dim_v * itemsize + 2 * wide) if is_part or "context" not in problem.outputs else 0
     if not fused.needs_mask(problem):
         return tile + answer
     if fused.is_band(problem) and size.rows < dims.seq_len_q and device_type == "cpu":
@@ -178,8 +202,7 @@ def _isolated_scratch(problem: CanonicalProblem, own: Cut, device_type: str) -> 
     dims, itemsize, wide = problem.dims, problem.query.dtype.itemsize, problem.compute_dtype.itemsize
     size = isolated.part_size(problem, device_type=device_type)
     kv_heads = -(-size.heads // dims.group_size)
-    keys = size.items * kv_heads * dims.seq_len_kv * (dims.head_dim + dims.head_dim_v)
-    copies = (size.items * size.heads * dims.seq_len_q * dims.head_dim + keys) * itemsize
+    copies = isolated.copied_numbers(problem, size) * itemsize
     # Of a piece: |number|, whether it is sound, and what stands for it.
     at_once = min(COPIED_AT_ONCE, max(t.numel() for t in (problem.query, problem.key, problem.value)))
     piece = at_once * (2 * itemsize + 4)
@@ -260,8 +283,9 @@ def _blocked_scratch(problem: CanonicalProblem, device_type: str | None) -> int:
     if by_fused:
         of_fused = replace(problem, outputs=by_fused, select_heads=None, select_rows=None)
         size = fused.cut(of_fused, device_type=device_type)
-        found.append(_fused_scratch(of_fused, size, device_type))
-        found.append(_isolated_scratch(of_fused, size, device_type))
+        strided = _strided_bytes(problem)
+        found.append(strided + _fused_scratch(of_fused, size, device_type))
+        found.append(strided + _isolated_scratch(of_fused, size, device_type))
     rest = replace(problem, outputs=tuple(name for name in problem.outputs if name not in by_fused))
     found.extend(_sweep_scratch(rest, sweep) for sweep in blocked.sweeps(rest))
     if rest.outputs:

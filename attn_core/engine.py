@@ -12,7 +12,7 @@ from attn_core.batching.shared_calls import SharedCalls
 from attn_core.canonical import CanonicalProblem, canonicalize, refuse_empty_rows, to_callers_form
 from attn_core.cost import Cost
 from attn_core.cut import THREADS_FROM_FLOPS, even_runs
-from attn_core.errors import AttentionError, Checkpoint, never_abandoned
+from attn_core.errors import AttentionError, Checkpoint, NeedsSpare, never_abandoned
 from attn_core.gradients import run_gradients
 from attn_core.hazards import Hazards, find_hazards, touched_rows
 from attn_core.kernels import asks_manual_besides, fused, isolated, manual
@@ -67,7 +67,9 @@ class Engine:
 
         Each is computed at its own shape, so its bits do not depend on its neighbours; what cannot be answered
         stands as the error in its place. Results lie on the device that their problem's tensors came from.
-        ``checkpoints`` has one for each problem, called before it begins and before each of its blocks.
+        ``checkpoints`` has one for each problem, called before it begins and before each of its blocks. A prepared
+        problem may take the memory that its cost counts: where its numbers need more, ``NeedsSpare`` stands in its
+        place, and ``with_spare`` of it can be answered.
         """
         ready = [self._ready(problem) for problem in problems]
         together = self._together(ready)
@@ -84,7 +86,8 @@ class Engine:
         if isinstance(problem, Prepared):
             return problem
         try:
-            return self.prepare(problem)
+            # Whoever brings a problem alone has no memory counted.
+            return self.prepare(problem).with_spare
         except AttentionError as error:
             return error.with_traceback(None)
 
@@ -124,13 +127,17 @@ class Engine:
                 return self._weighted_sum(problem, prepared.cost, checkpoint)
         self._use_threads(prepared.cost.flops)
 
+        def of_inside(inside: AttentionProblem | GradientsProblem) -> Prepared:
+            found = self.prepare(inside)
+            return found if prepared.cost.spare_bytes else found.with_spare
+
         def attend(inside: AttentionProblem) -> AttentionResult:
-            result = self._attention(inside, self.prepare(inside), checkpoint, None)
+            result = self._attention(inside, of_inside(inside), checkpoint, None)
             self._use_threads(prepared.cost.flops)
             return result
 
         def differentiate(inside: GradientsProblem) -> AttentionResult:
-            return run_gradients(inside, self.prepare(inside), device=self.device, checkpoint=checkpoint)
+            return run_gradients(inside, of_inside(inside), device=self.device, checkpoint=checkpoint)
 
         match problem:
             case GradientsProblem():
@@ -233,12 +240,12 @@ class Engine:
             output, why = shared, why + "; computed together with others"
         elif path == "fused":
             is_asked = problem.options.path is not None
-            output, path, note = self._fused_beside_manual(canonical, checkpoint, is_asked=is_asked)
+            output, path, note = self._fused_beside_manual(canonical, cost, checkpoint, is_asked=is_asked)
             why = note if path == "manual" else why + note
         elif path == "blocked":
-            output = self._in_blocks(canonical, checkpoint)
+            output = self._in_blocks(canonical, cost, checkpoint)
         else:
-            output = manual.attend(canonical, find_hazards(canonical, checkpoint), checkpoint)
+            output = manual.attend(canonical, _admitted_hazards(canonical, cost, checkpoint), checkpoint)
         empty = output.empty if output.covers_all_rows else canonical.empty_rows(checkpoint)
         if empty is not None and canonical.query_lengths is not None:
             empty = empty & canonical.counted_rows()
@@ -286,14 +293,14 @@ class Engine:
         )
 
     def _fused_beside_manual(
-        self, problem: CanonicalProblem, checkpoint: Checkpoint, *, is_asked: bool
+        self, problem: CanonicalProblem, cost: Cost, checkpoint: Checkpoint, *, is_asked: bool
     ) -> tuple[KernelOutput, str, str]:
         """The fused kernel, and the manual one for what the fused one gets wrong.
 
         Gives the path that ran, too, and what is to be said of it: "manual" where no row is left for the fused kernel
         and the caller did not insist.
         """
-        hazards = find_hazards(problem, checkpoint)
+        hazards = _admitted_hazards(problem, cost, checkpoint)
         if not asks_manual_besides(problem):
             return self._isolated(problem, hazards, checkpoint, is_asked=is_asked)
         by_manual = manual.attend(replace(problem, outputs=("logsumexp",)), hazards, checkpoint)
@@ -303,9 +310,9 @@ class Engine:
         merged = replace(output, outputs={name: outputs[name] for name in problem.outputs})
         return merged, path, note
 
-    def _in_blocks(self, problem: CanonicalProblem, checkpoint: Checkpoint) -> KernelOutput:
+    def _in_blocks(self, problem: CanonicalProblem, cost: Cost, checkpoint: Checkpoint) -> KernelOutput:
         """The blocked kernel, the fused one for the context, and the manual one for rows that attend hazards."""
-        hazards = find_hazards(problem, checkpoint)
+        hazards = _admitted_hazards(problem, cost, checkpoint)
         touched = touched_rows(problem, hazards, checkpoint) if hazards.any else None
         return isolated.attend_in_blocks(problem, hazards, touched, checkpoint, fused_attend=self._fused)
 
@@ -354,6 +361,14 @@ def _weighted_context_in_blocks(weights: Tensor, value: Tensor, checkpoint: Chec
             checkpoint()
             context[items, heads, rows] = weighted_context(weights[items, heads, rows].to(arithmetic), own)
     return context
+
+
+def _admitted_hazards(problem: CanonicalProblem, cost: Cost, checkpoint: Checkpoint) -> Hazards:
+    """The hazards of a problem. Raises: NeedsSpare where there are some, and they take more than was admitted."""
+    hazards = find_hazards(problem, checkpoint)
+    if hazards.any and cost.spare_bytes:
+        raise NeedsSpare(cost.spare_bytes)
+    return hazards
 
 
 def _count(marks: Tensor | None) -> int:

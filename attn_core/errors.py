@@ -42,6 +42,14 @@ class TooLarge(AttentionError):
         super().__init__(f"needs {needed_bytes} bytes, {allowed_bytes} bytes are allowed")
 
 
+class NeedsSpare(AttentionError):
+    """Huge or non-finite numbers are attended, and the ``spare_bytes`` that these take were not admitted."""
+
+    def __init__(self, spare_bytes: int) -> None:
+        self.spare_bytes = spare_bytes
+        super().__init__(f"needs {spare_bytes} bytes more, since huge or non-finite numbers are attended")
+
+
 class Abandoned(AttentionError):
     """Nobody waits for the answer any more."""
 

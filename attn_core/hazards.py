@@ -19,6 +19,7 @@ from attn_core.canonical import CanonicalProblem
 from attn_core.cut import pieces
 from attn_core.errors import Checkpoint, never_abandoned
 from attn_core.numerics import is_within, largest, safe_operand, safe_value
+from attn_core.placement import empty_in_step
 
 PAIRS_PER_BLOCK = 2**18
 READ_AT_ONCE = 2**24
@@ -174,7 +175,7 @@ def without_hazards(
 
 def _zero_beyond(tensor: Tensor, limit: float, checkpoint: Checkpoint) -> Tensor:
     """The tensor with every |number| over ``limit``, and every NaN, as 0."""
-    clean = torch.empty_like(tensor)
+    clean = empty_in_step(tensor)
     for piece in pieces(tensor.shape, COPIED_AT_ONCE):
         checkpoint()
         own = tensor[piece]

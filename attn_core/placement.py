@@ -29,6 +29,19 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor.clone()
 
 
+def empty_in_step(tensor: Tensor) -> Tensor:
+    """An empty tensor of the same shape and order in memory in which every number lies as far from a multiple of 64
+    bytes as in ``tensor``, with as little between its rows as that takes."""
+    unit, last = ALIGNMENT_BYTES // tensor.dtype.itemsize, tensor.ndim - 1
+    strides, room = list(tensor.stride()), 1
+    for axis in sorted(range(tensor.ndim), key=lambda axis: (axis != last, strides[axis], -axis)):
+        strides[axis] = 1 if axis == last else room + (strides[axis] - room) % unit
+        room = strides[axis] * tensor.shape[axis]
+    memory = torch.empty(room + 2 * unit, dtype=tensor.dtype, device=tensor.device)
+    shift = (tensor.data_ptr() - memory.data_ptr()) // tensor.dtype.itemsize % unit
+    return memory[shift:].as_strided(tensor.shape, strides)
+
+
 def in_huge_pages(tensor: Tensor) -> Tensor:
     """The tensor, not yet written, of pages of two mebibytes where the system lends them to whoever asks.
 

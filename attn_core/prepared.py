@@ -60,6 +60,11 @@ class Prepared:
     numbers: tuple[Tensor, ...] | None = None
 
     @property
+    def with_spare(self) -> Prepared:
+        """The same with the memory admitted that huge or non-finite numbers take."""
+        return replace(self, cost=self.cost.with_spare) if self.cost.spare_bytes else self
+
+    @property
     def tokens(self) -> int:
         """Queries of all items, padding counted."""
         if self.plain is not None:
@@ -145,10 +150,12 @@ def with_verification(cost: Cost, problem: VerifiedProblem) -> Cost:
     more, inputs = verification_cost(problem), sum(tensor.nbytes for tensor in problem.tensors().values())
     # One after the other: what the kernel took besides is free again.
     verified_bytes = inputs + cost.output_bytes + more.scratch_bytes + FIXED_BYTES
+    peak_bytes = max(cost.peak_bytes, verified_bytes)
     return replace(
         cost,
         pair_passes=cost.pair_passes + more.pair_passes,
-        peak_bytes=max(cost.peak_bytes, verified_bytes),
+        peak_bytes=peak_bytes,
+        spare_bytes=max(0, cost.with_spare.peak_bytes - peak_bytes),
     )
 
 
@@ -170,7 +177,9 @@ def _prepare_layer(problem: LayerProblem | LayerGradientsProblem, device_type: s
         inside = attention_inside(layer, operands, attention_outputs(layer.options.outputs))
         found = prepare(inside, device_type=device_type)
         assert found.canonical is not None
-        return Prepared(problem, found.path, found.why, layer_cost(layer, found.canonical, found.cost))
+        costs = [layer_cost(layer, found.canonical, one) for one in (found.cost, found.cost.with_spare)]
+        cost = _with_spare_inside(*costs)
+        return Prepared(problem, found.path, found.why, cost)
     forward = backward = None
     if needs_context(problem):
         forward = prepare(attention_inside(layer, operands, ("context",)), device_type=device_type)
@@ -178,12 +187,23 @@ def _prepare_layer(problem: LayerProblem | LayerGradientsProblem, device_type: s
         backward = prepare(gradients_inside(layer, operands, wanted, context), device_type=device_type)
     chosen = backward or forward
     assert chosen is not None
-    cost = layer_gradients_cost(
-        problem,
-        None if forward is None else forward.cost,
-        None if backward is None else backward.cost,
-    )
-    return Prepared(problem, chosen.path, chosen.why, cost)
+    costs = [
+        layer_gradients_cost(
+            problem,
+            None if forward is None else forward.cost,
+            None if backward is None else backward.cost,
+        )
+        for forward, backward in (
+            (forward, backward),
+            (forward and forward.with_spare, backward and backward.with_spare),
+        )
+    ]
+    return Prepared(problem, chosen.path, chosen.why, _with_spare_inside(*costs))
+
+
+def _with_spare_inside(plain: Cost, spared: Cost) -> Cost:
+    """The cost of what has an attention inside, from that without and with the spare bytes of this among its peak."""
+    return replace(plain, spare_bytes=spared.peak_bytes - plain.peak_bytes)
 
 
 def _plain_form(

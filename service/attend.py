@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attn_core.cost import Cost
 from attn_core.engine import Engine
-from attn_core.errors import Abandoned, AttentionError
+from attn_core.errors import Abandoned, AttentionError, NeedsSpare
 from attn_core.prepared import PlainForm, Prepared
 from attn_core.problem import AttentionResult, Problem
 from service.admission import Admission
@@ -172,11 +172,20 @@ class Attend:
         if (is_alone or estimated_s <= AT_ONCE_S) and self.may_run_at_once(estimated_s, is_tiny=is_tiny):
             self._admission.check_deadline(0.0, 0.0, deadline)
             outcome = self._run_at_once(prepared, needed_bytes, estimated_s, deadline)
-            if outcome is not None:
+            if isinstance(outcome, NeedsSpare):
+                prepared, needed_bytes = prepared.with_spare, needed_bytes + outcome.spare_bytes
+            elif outcome is not None:
                 deliver(outcome)
                 return None
             was_tried = True
-        pending = Pending(prepared, deadline, deliver, self._clock(), needed_bytes, estimated_s, held)
+
+        def deliver_or_go_on(outcome: Outcome) -> None:
+            if isinstance(outcome, NeedsSpare):
+                waiting.begin_with_spare(deliver)
+            else:
+                deliver(outcome)
+
+        pending = Pending(prepared, deadline, deliver_or_go_on, self._clock(), needed_bytes, estimated_s, held)
         pending.has_failed = was_tried
         wait_s = self._queue.wait_s(is_large=pending.ride.is_large)
         self._admission.check_wait(wait_s)
@@ -192,7 +201,8 @@ class Attend:
             self._is_helping = True
             self._helped_at = self._clock()
             asyncio.get_running_loop().call_soon(self._help)
-        return Waiting(pending, self._queue, self._admission, max_queue_s=max_queue_s)
+        waiting = Waiting(pending, self._queue, self._admission, max_queue_s=max_queue_s)
+        return waiting
 
     def _help(self) -> None:
         """Compute the first that waits, if it is short, once in each turn of the loop for as long as any waits, and as
@@ -314,6 +324,10 @@ class Attend:
         return Answer(result=outcome, needed_bytes=needed_bytes, queue_s=0.0, compute_s=took_s, batch_requests=1)
 
 
+def _tell_nobody(outcome: Outcome) -> None:
+    """For whom nobody waits any more."""
+
+
 class Waiting:
     """One problem in the queue or with the engine: its place, its memory and its deadline, until ``end``."""
 
@@ -345,6 +359,32 @@ class Waiting:
         if not self._was_waiting:
             self._was_waiting = not self._pending.is_computed and self._queue.discard(self._pending)
         self._admission.release_memory(self._pending.needed_bytes)
+        # It may lead back here, and keep the tensors alive in a circle.
+        self._pending.deliver = _tell_nobody
+
+    def begin_with_spare(self, deliver: Callable[[Outcome], None]) -> None:
+        """Enqueue the problem anew, with the memory that its huge or non-finite numbers take; or deliver why not."""
+        first = self._pending
+        more_bytes = first.prepared.cost.spare_bytes
+        self._admission.release_memory(first.needed_bytes)
+        needed_bytes = first.needed_bytes + more_bytes
+        self._pending = again = Pending(
+            first.prepared.with_spare,
+            first.deadline,
+            deliver,
+            first.enqueued_at,
+            0,
+            first.estimated_s,
+            first.held,
+        )
+        try:
+            self._admission.hold_memory(needed_bytes)
+            again.needed_bytes = needed_bytes
+            self._queue.put(again)
+        except Exception as refusal:
+            # Whatever it is, somebody waits for it.
+            again.is_computed = True
+            deliver(refusal)
 
     def _deadline_passed(self) -> None:
         if self._is_over or self._pending.is_computed:

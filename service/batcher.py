@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from attn_core.engine import Engine
-from attn_core.errors import Abandoned, AttentionError, Checkpoint, TooLarge
+from attn_core.errors import Abandoned, AttentionError, Checkpoint, NeedsSpare, TooLarge
 from attn_core.problem import AttentionResult
 from service.calibration import measure_rates
 from service.deadline import Clock
@@ -173,7 +173,7 @@ class Batcher:
             self._after_failure(engine, riding, error)
             return
         took_s = self._clock() - began
-        if len(riding) == 1:
+        if len(riding) == 1 and not isinstance(outcomes[0], NeedsSpare):
             self._pace.observe(riding[0].prepared.cost, riding[0].prepared.path, took_s)
         for pending, outcome in zip(riding, outcomes, strict=True):
             if isinstance(outcome, AttentionError):

@@ -15,10 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_core.canonical import CanonicalProblem
-from attn_core.cut import Cut, cut_heads_first, even
+from attn_core.cut import THREADS_FROM_FLOPS, Cut, cut_heads_first, even
 from attn_core.errors import Checkpoint, never_abandoned
 from attn_core.kernels.output import KernelOutput, new_output
 from attn_core.numerics import EMPTY_CONTEXT, EMPTY_LOGSUMEXP, SIGNLESS_ZERO
+from attn_core.placement import ALIGNMENT_BYTES
+from attn_core.problem import Dims
 
 BLOCK_FLOPS = {torch.float32: 2**31, torch.float64: 2**30}
 """What one call takes on a CPU, by the dtype of the arithmetic: 20 to 35 ms of one core."""
@@ -35,6 +37,10 @@ GPU_BLOCK_FLOPS_WIDE = 2**41
 MASK_BLOCK_PAIRS = 2**24
 """No mask of more pairs is made at once, on any device."""
 BLOCK_ROW_MULTIPLE = 256
+FEW_ROWS = 32
+"""So many rows of a head, or fewer, are one task for one thread. Two things then make bits depend on company where
+there are several threads: of a single task, BLAS divides the products between them; and the scratch of each but the
+first begins wherever that of so many rows ends, if that is no multiple of 64 bytes."""
 PACKED_FROM = 64
 """From so many queries and keys on, torch lays half numbers out for the tiles of a processor that has them."""
 
@@ -58,6 +64,17 @@ def is_square_causal(problem: CanonicalProblem) -> bool:
     """Whether SDPA's own ``is_causal`` says all that is forbidden."""
     # On CPU the kernel scales its -inf too: a scale of 0 makes them NaN, one below 0 makes them +inf.
     return problem.is_square_causal and torch.tensor(problem.scale, dtype=problem.compute_dtype).item() > 0
+
+
+def is_one_task(dims: Dims) -> bool:
+    """Whether a single head of the problem, with threads to spare, would be a single task."""
+    flops = 2 * dims.num_pairs * (dims.head_dim + dims.head_dim_v)
+    return flops >= THREADS_FROM_FLOPS and dims.seq_len_q <= FEW_ROWS
+
+
+def tells_company(problem: CanonicalProblem) -> bool:
+    """Whether the bits of a head may depend on how many are computed beside it, on a CPU."""
+    return is_one_task(problem.dims) and problem.dims.seq_len_q * problem.query.dtype.itemsize % ALIGNMENT_BYTES != 0
 
 
 def cut(problem: CanonicalProblem, *, device_type: str | None = None) -> Cut:
@@ -133,7 +150,7 @@ def attend(
     A part of a problem gets the bits that it has in the whole where it is cut ``like`` that.
     """
     dims = problem.dims
-    problem = _with_unit_strides(problem)
+    problem = with_unit_strides(problem)
     size = cut(problem)
     if like is not None:
         size = replace(size, rows=cut(like).rows)
@@ -257,7 +274,8 @@ def _as_number(problem: CanonicalProblem, allowed: Tensor) -> Tensor:
     return problem.bias.to(dtype).masked_fill(~allowed, -math.inf)
 
 
-def _with_unit_strides(problem: CanonicalProblem) -> CanonicalProblem:
+def with_unit_strides(problem: CanonicalProblem) -> CanonicalProblem:
+    """The problem with each vector of query, key and value in one piece of memory."""
     operands = {"query": problem.query, "key": problem.key, "value": problem.value}
     strided = {name: tensor.contiguous() for name, tensor in operands.items() if tensor.stride(-1) != 1}
     return replace(problem, **strided) if strided else problem  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_core.canonical import CanonicalProblem
-from attn_core.cut import THREADS_FROM_FLOPS, Cut, even
+from attn_core.cut import Cut, even
 from attn_core.errors import Checkpoint, never_abandoned
 from attn_core.hazards import Hazards, without_hazards
 from attn_core.kernels import blocked, fused, manual, outputs_by_fused
@@ -21,36 +21,46 @@ from attn_core.placement import ALIGNMENT_BYTES
 from attn_core.problem import SELECTABLE_BY_HEAD, SELECTABLE_BY_ROW, Dims
 
 PART_BYTES = 2**20
-"""So much of query, key and value is copied at once; one group of heads at least."""
+"""So much of key and value is copied at once; what one head has at least."""
 EXACT_BYTES = 2**20
 """So much the logits of a block of the manual kernel take here, which counts in the memory of every problem."""
 EXACT_SHARE = 12
 """Or this part of what query, key, value and context take, where that is more: in a long problem a block would have few
 rows, and go over all keys and values for them."""
-FEW_ROWS = 32
-"""On several threads the bits of so few float32 rows may tell which heads were computed beside them; never on one."""
 
 
 def part_size(problem: CanonicalProblem, *, device_type: str | None = None) -> Cut:
     """How many items and heads are answered at once, all their rows."""
     dims = problem.dims
-    on_cpu, heads_are_aligned = (device_type or problem.device.type) == "cpu", _heads_are_aligned(problem)
-    has_threads = dims.num_pairs * 2 * (dims.head_dim + dims.head_dim_v) >= THREADS_FROM_FLOPS
-    if not on_cpu or (heads_are_aligned and has_threads and dims.seq_len_q <= FEW_ROWS):
-        # A head keeps its bits in the company that it has without any hazard. So it is on a GPU, too.
-        own = fused.cut(problem, device_type=device_type)
+    own = fused.cut(problem, device_type=device_type)
+    is_alone = fused.is_one_task(dims) and own.items * own.heads == 1
+    if (device_type or problem.device.type) != "cpu" or fused.tells_company(problem) or is_alone:
+        # A head keeps its bits in the company that it has without any hazard.
         return Cut(own.items, own.heads, dims.seq_len_q)
-    if not heads_are_aligned:
-        # In a copy of its own a head would begin elsewhere, and BLAS picks its instructions by the address.
-        items = dims.batch
-        if _items_are_aligned(problem) and not (has_threads and dims.seq_len_q <= FEW_ROWS):
-            items = even(items, max(1, PART_BYTES * items // max(1, _operand_bytes(problem))))
-        return Cut(items, dims.num_heads, dims.seq_len_q)
-    numbers = dims.group_size * dims.seq_len_q * dims.head_dim + dims.seq_len_kv * (dims.head_dim + dims.head_dim_v)
-    groups = max(1, PART_BYTES // max(1, numbers * problem.query.dtype.itemsize))
+    most = PART_BYTES // problem.query.dtype.itemsize - _numbers_between(problem)
+    groups = max(1, most // max(1, dims.seq_len_kv * (dims.head_dim + dims.head_dim_v)))
+    if fused.is_one_task(dims):
+        # Three heads at most are two at least in the shortest of even parts, unless all are fewer.
+        groups = max(groups, -(-3 // dims.group_size))
     if groups >= dims.num_kv_heads:
         return Cut(even(dims.batch, groups // dims.num_kv_heads), dims.num_heads, dims.seq_len_q)
     return Cut(1, dims.group_size * even(dims.num_kv_heads, groups), dims.seq_len_q)
+
+
+def copied_numbers(problem: CanonicalProblem, size: Cut) -> int:
+    """How many numbers the copies of key and value of a part take."""
+    dims = problem.dims
+    kv_heads = -(-size.heads // dims.group_size)
+    keys = kv_heads * dims.seq_len_kv * (dims.head_dim + dims.head_dim_v)
+    return size.items * (keys + _numbers_between(problem))
+
+
+def _numbers_between(problem: CanonicalProblem) -> int:
+    """The most that lies between the keys of an item in such copies: each begins as far from a multiple of 64 bytes as
+    it did."""
+    unit = ALIGNMENT_BYTES // problem.query.dtype.itemsize
+    tensors = (problem.key, problem.value)
+    return sum(unit * (3 if t.is_contiguous() else 1 + t.shape[2]) for t in tensors)
 
 
 def exact_pairs(problem: CanonicalProblem) -> int:
@@ -62,29 +72,12 @@ def exact_pairs(problem: CanonicalProblem) -> int:
 
 
 def exact_size(dims: Dims, pairs: int) -> Cut:
-    """How much the manual kernel answers at once of a part, ``pairs`` of these at most."""
-    return manual.cut(dims, dims.seq_len_q, pairs=pairs)
+    """How much the manual kernel answers at once of a part, ``pairs`` of these at most.
 
-
-def _heads_are_aligned(problem: CanonicalProblem) -> bool:
-    """Whether every head of query, key and value lies by itself, and begins on a multiple of 64 bytes."""
-    return all(
-        t.is_contiguous() and t.shape[2] * t.shape[3] * t.dtype.itemsize % ALIGNMENT_BYTES == 0
-        for t in (problem.query, problem.key, problem.value)
-    )
-
-
-def _items_are_aligned(problem: CanonicalProblem) -> bool:
-    """Whether every item does, in the order of heads or of tokens: a copy of it lies as it does itself."""
-    return all(
-        (t.is_contiguous() or t.transpose(1, 2).is_contiguous())
-        and t.shape[1] * t.shape[2] * t.shape[3] * t.dtype.itemsize % ALIGNMENT_BYTES == 0
-        for t in (problem.query, problem.key, problem.value)
-    )
-
-
-def _operand_bytes(problem: CanonicalProblem) -> int:
-    return sum(t.numel() for t in (problem.query, problem.key, problem.value)) * problem.query.dtype.itemsize
+    Fewer where keys are few: a row has its query and some versions of its context besides.
+    """
+    per_row = max(dims.seq_len_kv, dims.head_dim + 3 * dims.head_dim_v)
+    return manual.cut(dims, dims.seq_len_q, pairs=max(1, pairs * dims.seq_len_kv // per_row))
 
 
 def attend(
@@ -99,10 +92,10 @@ def attend(
 
     ``fused_attend`` stands for the fused kernel where another one answers in its place.
     """
-    dims = problem.dims
+    problem, dims = fused.with_unit_strides(problem), problem.dims
     size, pairs = part_size(problem), exact_pairs(problem)
-    # A bias is added to the logits of a row, and reaches no other.
-    of_many_rows = replace(hazards, bias=False)
+    # A query and a bias make the logits of a row, and reach no other.
+    of_many_rows = replace(hazards, query=False, bias=False)
     outputs: dict[str, Tensor] = {}
     empty: Tensor | None = None
     nonfinite: Tensor | None = None

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attn_core import AttentionError, AttentionResult, Engine, InvalidProblem
-from attn_core.errors import Abandoned, Checkpoint, Fault, TooLarge
+from attn_core.errors import Abandoned, Checkpoint, Fault, NeedsSpare, TooLarge
 from attn_core.prepared import PlainForm, Prepared, prepare
 from attn_core.problem import Problem
 from service.admission import UNASKED_BYTES, Admission
@@ -72,9 +72,9 @@ class LoopEngine(Engine):
             raise self.failure
 
 
-def lasting(seconds: float, *, number: float = 1.0, peak_bytes: int | None = None) -> Prepared:
+def lasting(seconds: float, *, number: float = 1.0, **cost: int) -> Prepared:
     """A problem of which the bench's pace says that it takes so long."""
-    return make_prepared(number, flops=round(seconds * FLOPS_PER_S), peak_bytes=peak_bytes)
+    return make_prepared(number, flops=round(seconds * FLOPS_PER_S), **cost)
 
 
 @dataclass
@@ -561,6 +561,66 @@ def test_a_full_or_closed_queue_gives_the_memory_back() -> None:
     run(check, max_queue_requests=1)
 
 
+# Huge or non-finite numbers
+
+
+def test_what_needs_its_spare_memory_is_begun_anew_with_it() -> None:
+    async def check(bench: Bench) -> None:
+        prepared, held = lasting(0.1, peak_bytes=1000, spare_bytes=500), object()
+        waiting = bench.enqueue(prepared, more_bytes=24, held=held, timeout_s=50.0)
+        (first,) = bench.take()
+        bench.deliver(first, NeedsSpare(500))
+        assert not bench.outcomes and bench.admission.memory_inside == 1524
+        (again,) = bench.take()
+        assert again.prepared.cost.peak_bytes == again.needed_bytes - 24 == 1500
+        assert again.prepared.cost.spare_bytes == 0 and again.held is held
+        assert (again.enqueued_at, again.deadline) == (first.enqueued_at, first.deadline)
+        answer = make_answer()
+        bench.deliver(again, answer)
+        assert bench.outcomes == [answer]
+        waiting.end()
+        bench.assert_nothing_is_inside()
+
+    run(check)
+
+
+def test_spare_memory_that_is_not_to_be_had_is_told_and_nothing_stays_counted() -> None:
+    async def check(bench: Bench) -> None:
+        alone = bench.enqueue(lasting(0.1, peak_bytes=6 * UNASKED_BYTES, spare_bytes=5 * UNASKED_BYTES))
+        (pending,) = bench.take()
+        bench.deliver(pending, NeedsSpare(5 * UNASKED_BYTES))
+        (refusal,) = bench.outcomes
+        assert isinstance(refusal, TooLarge)
+        assert (refusal.needed_bytes, refusal.allowed_bytes) == (11 * UNASKED_BYTES, 10 * UNASKED_BYTES)
+        alone.end()
+        bench.assert_nothing_is_inside()
+        one, other = (
+            bench.enqueue(lasting(0.1, peak_bytes=4 * UNASKED_BYTES, spare_bytes=3 * UNASKED_BYTES)) for _ in "ab"
+        )
+        first, second = bench.take()
+        bench.deliver(first, NeedsSpare(3 * UNASKED_BYTES))
+        assert isinstance(bench.outcomes[1], Overloaded) and bench.outcomes[1].reason == "memory_in_use"
+        one.end()
+        bench.deliver(second, NeedsSpare(3 * UNASKED_BYTES))
+        assert len(bench.outcomes) == 2 and bench.admission.memory_inside == 7 * UNASKED_BYTES
+        other.end()
+        bench.assert_nothing_is_inside()
+
+    run(check, allowed_bytes=10 * UNASKED_BYTES)
+
+
+def test_what_needs_its_spare_memory_at_once_goes_to_the_engines_threads() -> None:
+    async def check(bench: Bench, engine: LoopEngine) -> None:
+        engine.refusal = NeedsSpare(500)
+        waiting = bench.begin(lasting(AT_ONCE_S / 2, peak_bytes=1000, spare_bytes=500))
+        assert waiting is not None and not bench.outcomes and bench.admission.memory_inside == 1500
+        assert [one.prepared.cost.spare_bytes for one in bench.take()] == [0]
+        waiting.end()
+        bench.assert_nothing_is_inside()
+
+    at_once(check)
+
+
 # Until the end
 
 
@@ -641,14 +701,17 @@ def test_ending_a_second_time_changes_nothing() -> None:
     run(check)
 
 
-def test_what_has_ended_keeps_nothing_of_its_problem_alive() -> None:
+@pytest.mark.parametrize("is_spared", [False, True])
+def test_what_has_ended_keeps_nothing_of_its_problem_alive(is_spared: bool) -> None:
     class Buffer:
         """What the tensors lie in."""
 
     async def check(bench: Bench) -> None:
         buffer = Buffer()
         is_there = weakref.ref(buffer)
-        waiting = bench.enqueue(held=buffer)
+        waiting = bench.enqueue(lasting(1.0, spare_bytes=500), held=buffer)
+        if is_spared:
+            bench.deliver(bench.take()[0], NeedsSpare(500))
         waiting.end()
         del waiting, buffer
         assert is_there() is None, "until its deadline, that would be"
@@ -657,7 +720,8 @@ def test_what_has_ended_keeps_nothing_of_its_problem_alive() -> None:
 
 
 steps = st.lists(
-    st.tuples(st.sampled_from(["begin", "begin", "end", "take", "deliver", "wait"]), st.integers(0, 5)), max_size=40
+    st.tuples(st.sampled_from(["begin", "begin", "end", "take", "deliver", "spare", "wait"]), st.integers(0, 5)),
+    max_size=40,
 )
 
 
@@ -673,7 +737,7 @@ def test_whatever_happens_each_is_told_once_or_gave_up_and_everything_is_freed(
             if step == "begin":
                 outcomes: list[Outcome] = []
                 waiting = bench.attend.begin(
-                    lasting(0.1),
+                    lasting(0.1, spare_bytes=500),
                     Deadline.after(1.0 + which, bench.clock),
                     more_bytes=which,
                     deliver=outcomes.append,
@@ -691,6 +755,8 @@ def test_whatever_happens_each_is_told_once_or_gave_up_and_everything_is_freed(
                 taken.extend(batch)
             elif step == "deliver" and which < len(taken):
                 bench.deliver(taken.pop(which), make_answer())
+            elif step == "spare" and which < len(taken) and taken[which].prepared.cost.spare_bytes:
+                bench.deliver(taken.pop(which), NeedsSpare(500))
             elif step == "wait":
                 bench.clock.now += which / 2
                 await next_turn(2)

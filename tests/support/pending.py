@@ -19,13 +19,20 @@ STANDING = FakeClock()
 
 
 def make_prepared(
-    number: float = 1.0, *, is_large: bool = False, flops: int | None = None, peak_bytes: int | None = None
+    number: float = 1.0,
+    *,
+    is_large: bool = False,
+    flops: int | None = None,
+    peak_bytes: int | None = None,
+    spare_bytes: int = 0,
 ) -> Prepared:
     """A problem whose answer is ``number``; ``is_large`` and the figures are what its cost says."""
     prepared = prepare(AttentionProblem(query=torch.full((1, 1, 1, 2), float(number))), device_type="cpu")
     cost = prepared.cost
     flops = (LARGE_FROM_FLOPS if is_large else cost.flops) if flops is None else flops
-    return replace(prepared, cost=replace(cost, flops=flops, peak_bytes=peak_bytes or cost.peak_bytes, pair_passes=0.0))
+    peak_bytes = peak_bytes or cost.peak_bytes
+    cost = replace(cost, flops=flops, peak_bytes=peak_bytes, spare_bytes=spare_bytes, pair_passes=0.0)
+    return replace(prepared, cost=cost)
 
 
 SMALL, LARGE = make_prepared(), make_prepared(is_large=True)

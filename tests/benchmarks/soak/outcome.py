@@ -147,7 +147,7 @@ def show(outcome: Outcome, console: Console) -> None:
         laws.add_row(law.what, law.must, _text(law.reached), "yes" if law.is_kept else "NO")
     console.print(laws)
     for note in outcome.notes:
-        console.print(note, highlight=False, markup=False)
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
 
 
 def write(path: Path, machine: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
