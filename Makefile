@@ -46,7 +46,7 @@ bench-peers: $(VENV)/.installed-dev ## measure it beside other servers too; inst
 	$(BIN)/python -m tests.benchmarks.perf_analyzer
 
 .PHONY: soak
-soak: $(VENV)/.installed-dev ## the long trials: equal bits in company, overload, disconnects, text beside binary
+soak: $(VENV)/.installed-dev ## the long trials: equal bits, overload, disconnects, text beside binary, memory
 	$(BIN)/python -m tests.benchmarks.soak
 
 clean: ## remove what was installed and built

@@ -166,6 +166,36 @@ def test_what_does_not_fit_is_answered_with_200_and_the_reason() -> None:
         assert found["why"] == f"needs {found['needed_bytes']} bytes, {2**24} bytes are allowed"
 
 
+def test_memory_that_huge_or_non_finite_numbers_take_is_counted_where_they_come() -> None:
+    plain = {"query": make_tensor(1, 1, 1, 64)} | {name: make_tensor(1, 1, 40_000, 64) for name in ("key", "value")}
+    key = plain["key"].clone()
+    key[..., -1, -1] = torch.nan
+
+    needed = needed_with_nan = 0
+    for budget in ("all", "plain numbers alone"):
+        bytes_allowed = 2**30 if budget == "all" else needed + 2**20
+        with (
+            service_in_process(Engine(), memory_budget_bytes=bytes_allowed) as service,
+            httpx.Client(base_url=service.url) as client,
+        ):
+            until(lambda service=service: service.parts.lifecycle.is_ready)
+            needed = plan(client, plain, {})["needed_bytes"]
+            info, _ = info_and_bytes(client, plain, {}, "/v1/attention")
+            assert info["peak_bytes"] == needed
+            if budget == "all":
+                info, _ = info_and_bytes(client, plain | {"key": key}, {}, "/v1/attention")
+                assert info["nonfinite_rows"] == 1
+                needed_with_nan = info["peak_bytes"]
+                assert needed_with_nan > needed + 2**20
+            else:
+                body = safetensors_body(plain | {"key": key}, {})
+                answer = client.post("/v1/attention", content=body, headers={"content-type": SAFETENSORS})
+                assert answer.status_code == 413
+                refusal = answer.json()
+                assert (refusal["needed_bytes"], refusal["allowed_bytes"]) == (needed_with_nan, bytes_allowed)
+            assert service.parts.admission.memory_inside == 0
+
+
 def test_a_body_over_the_limit_is_foreseen() -> None:
     with service_in_process(Engine(), max_body_bytes=4096) as service, httpx.Client(base_url=service.url) as client:
         until(lambda: service.parts.lifecycle.is_ready)

@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from tests.benchmarks.processes import Server, free_ports
-from tests.benchmarks.soak import bits, disconnects, fuzz, overload, text
+from tests.benchmarks.soak import bits, disconnects, fuzz, overload, peaks, text
 from tests.benchmarks.soak.outcome import Law, Outcome
 from tests.benchmarks.soak.service import serving
 from tests.support.server import RunningServer
@@ -86,4 +86,9 @@ def test_no_mutated_request_is_a_mistake_of_the_server(tmp_path: Path) -> None:
     (grpc_port,) = free_ports(1)
     with serving(tmp_path, fuzz.SETTINGS | {"ATTN_GRPC_PORT": str(grpc_port)}) as server:
         outcome = fuzz.measure(server, grpc_port, count=1500, seed=3, warm_up=300)
+    assert broken_of(outcome) == ([], [])
+
+
+def test_memory_of_random_problems_is_within_its_estimate_and_near_it() -> None:
+    outcome = peaks.outcome_of(peaks.measure(peaks.draw_cases(14, seed=8, kinds=tuple(peaks.KINDS))))
     assert broken_of(outcome) == ([], [])
