@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -178,7 +179,8 @@ def test_memory_that_huge_or_non_finite_numbers_take_is_counted_where_they_come(
             service_in_process(Engine(), memory_budget_bytes=bytes_allowed) as service,
             httpx.Client(base_url=service.url) as client,
         ):
-            until(lambda service=service: service.parts.lifecycle.is_ready)
+            lifecycle = service.parts.lifecycle
+            until(functools.partial(getattr, lifecycle, "is_ready"))
             needed = plan(client, plain, {})["needed_bytes"]
             info, _ = info_and_bytes(client, plain, {}, "/v1/attention")
             assert info["peak_bytes"] == needed

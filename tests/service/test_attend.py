@@ -72,9 +72,10 @@ class LoopEngine(Engine):
             raise self.failure
 
 
-def lasting(seconds: float, *, number: float = 1.0, **cost: int) -> Prepared:
+def lasting(seconds: float, *, number: float = 1.0, peak_bytes: int | None = None, spare_bytes: int = 0) -> Prepared:
     """A problem of which the bench's pace says that it takes so long."""
-    return make_prepared(number, flops=round(seconds * FLOPS_PER_S), **cost)
+    flops = round(seconds * FLOPS_PER_S)
+    return make_prepared(number, flops=flops, peak_bytes=peak_bytes, spare_bytes=spare_bytes)
 
 
 @dataclass
