@@ -314,4 +314,4 @@ def _to_index(tensor: Tensor | None, device: torch.device) -> Tensor | None:
 def _to_rank_4(tensor: Tensor | None, device: torch.device) -> Tensor | None:
     if tensor is None:
         return None
-    return tensor.to(device).reshape((1,) * (4 - tensor.ndim) + tuple(tensor.shape))
+    return tensor.to(device).contiguous().view((1,) * (4 - tensor.ndim) + tuple(tensor.shape))

@@ -7,9 +7,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from attn_core.canonical import MASK_BLOCK_PAIRS, CanonicalProblem
-from attn_core.cut import Cut
+from attn_core.cut import Cut, even
 from attn_core.hazards import COPIED_AT_ONCE, PAIRS_PER_BLOCK
 from attn_core.kernels import backward, blocked, fused, isolated, manual, outputs_by_fused
 from attn_core.kernels.output import named_outputs, output_dtype, output_shape
@@ -21,6 +22,7 @@ MANUAL_PASSES, MASK_PASSES = 6, 4
 OUTPUT_PASSES = {"top_weights": 60, "entropy": 4, "logsumexp": 2, "weight_totals": 1}
 BLOCKED_OUTPUT_PASSES = OUTPUT_PASSES | {"top_weights": 8}
 """About how often each kind of work goes over the pairs, against one exponential of the fused kernel."""
+PAIR_MATRICES = frozenset({"weights", "scores", "logits"})
 FIXED_BYTES = 2**20
 """What any call takes besides: the scratch of the kernel's threads, small tensors, rounding of the allocator."""
 
@@ -72,6 +74,9 @@ def attention_cost(problem: CanonicalProblem, path: str, *, device_type: str | N
             scratch = max(scratch, _manual_scratch(problem))
     else:
         scratch = _blocked_scratch(problem, device_type) if path == "blocked" else _manual_scratch(problem)
+        if problem.select_rows is not None or problem.select_heads is not None:
+            # Rows that were not computed are looked at for empty ones.
+            scratch = max(scratch, _empty_rows_scratch(problem))
         if not problem.query.is_contiguous():
             # The caller's layout is made in the end.
             scratch = max(scratch, sizes.get("context", 0))
@@ -179,8 +184,10 @@ def _fused_block(problem: CanonicalProblem, size: Cut, device_type: str, *, is_p
         * dims.seq_len_kv
     )
     if problem.bias is not None or "logsumexp" in problem.outputs:
-        # The mask as booleans and their negation, and as numbers.
-        return tile + answer + pairs * (2 + itemsize)
+        # The mask as booleans and their negation, and as numbers; a bias of few axes in the dtype of these.
+        bias = problem.bias
+        copied = 0 if bias is None or bias.dtype == problem.query.dtype else _numbers_of_block(bias, size)
+        return tile + answer + pairs * (2 + itemsize) + (copied < pairs) * copied * itemsize
     # Two masks of booleans being combined, or one and SDPA's own copy of it in numbers.
     return tile + answer + pairs * max(3, 1 + itemsize)
 
@@ -225,52 +232,151 @@ def _isolated_scratch(problem: CanonicalProblem, own: Cut, device_type: str) -> 
 
 def _manual_scratch(problem: CanonicalProblem) -> int:
     only = manual.computed_rows(problem)
-    return _manual_block(problem, manual.cut(problem.dims, problem.dims.seq_len_q if only is None else len(only)))
+    axes = problem.dims if only is None else replace(problem.dims, seq_len_q=len(only))
+    size = manual.cut(axes, axes.seq_len_q)
+    return _manual_block(problem, size, is_whole=size.leaves_whole(axes))
 
 
-def _manual_block(problem: CanonicalProblem, size: Cut) -> int:
-    """What the manual kernel takes for one block."""
+def _manual_block(problem: CanonicalProblem, size: Cut, *, is_whole: bool = True) -> int:
+    """What the manual kernel takes for one block beside its outputs.
+
+    Of a block that is all of its problem these are made one after the other, and the most may be taken before them.
+    """
+    dims, itemsize, wide = problem.dims, problem.query.dtype.itemsize, problem.compute_dtype.itemsize
+    block = replace(problem, dims=replace(dims, batch=size.items, num_heads=size.heads, seq_len_q=size.rows))
+    pairs, num_rows, half = block.dims.num_pairs, block.dims.num_rows, itemsize != wide
+    lists_rows = manual.computed_rows(problem) is not None
+    found = {name: _output_bytes(block, name) if is_whole else 0 for name in named_outputs(problem)}
+    held = pairs * wide
+    if manual.computes_in_place(problem):
+        held = found["weights"] = 0
+    masks, booleans, making = _masks_of_block(problem, size, lists_rows=lists_rows)
+    # Queries of the block alone, in another dtype, below each other.
+    copies = max(lists_rows * itemsize, wide * (not problem.query.is_contiguous())) + half * wide
+    scores = num_rows * dims.head_dim * copies + _copied_keys(problem, problem.key, size)
+    selected = _taken_out(problem, size)
+    # Where a part of what was computed is kept, both are there for a while.
+    is_selected = problem.select_heads is not None or selected > 0
+    kept_beside = {
+        name: num_bytes * (name in PAIR_MATRICES or (is_selected and name not in ("context", "logsumexp")))
+        for name, num_bytes in found.items()
+    }
+    mask = booleans + masks * wide
+    # That of the block before is there until its own is made.
+    before = held + mask * (not is_whole)
+    steps = [((), before + scores), (("scores",), before + selected), ((), held + making)]
+    held += mask
+    steps.append(((), held + _beside_logits(problem, size, masks, lists_rows=lists_rows)))
+    steps.append((("logits",), held + selected))
+    # Exponentials, or terms.
+    steps += [((name,), held + pairs * wide) for name in ("logsumexp", "entropy") if name in found]
+    if "context" in found:
+        steps.append((("context",), held + _manual_context(problem, size)))
+    if "weight_totals" in found:
+        steps.append((("weight_totals",), held + size.items * size.heads * dims.seq_len_kv * wide))
+    if "top_weights" in found:
+        # Of the rows ranked at once the sorted values and indices; of all rows those kept.
+        ranked = min(pairs, max(manual.SORTED_PAIRS, dims.seq_len_kv)) * (itemsize * (1 + half) + torch.int64.itemsize)
+        kept = num_rows * min(problem.top_k or 0, dims.seq_len_kv) * (itemsize + torch.int64.itemsize + 1)
+        steps.append((("top_weights", "top_keys"), held + kept + max(ranked, masks * wide)))
+    steps.append((("weights",), held + selected))
+    later, most = sum(found.values()), 0
+    for names, taken in steps:
+        most = max(most, taken + sum(kept_beside.get(name, 0) for name in names) - later)
+        later -= sum(found.get(name, 0) for name in names)
+    # And sums of each row.
+    return most + num_rows * 4 * wide
+
+
+def _masks_of_block(problem: CanonicalProblem, size: Cut, *, lists_rows: bool) -> tuple[int, int, int]:
+    """Pairs of which a block's mask is made, what it takes as booleans, and the most that is taken in the making.
+
+    ``lists_rows`` where its rows are no run, and of tensors a copy.
+    """
+    if problem.forbids_nothing:
+        return 0, 0, 0
+    by_item, by_head = problem.masks_apart
+    places = (size.items if by_item else 1) * (size.heads if by_head else 1)
+    pairs = places * (size.rows if _masks_by_row(problem) else 1) * problem.dims.seq_len_kv
+    of_distance = (problem.causal, problem.window_left is not None, problem.window_right is not None)
+    given = [tensor for tensor in (problem.allow_mask, problem.block_mask, problem.bias) if tensor is not None]
+    num_rules = sum(of_distance) + (problem.key_lengths is not None) + (problem.query_lengths is not None) + len(given)
+    copied = sum(_numbers_of_block(tensor, size) * tensor.dtype.itemsize for tensor in given) if lists_rows else 0
+    if num_rules > 1:
+        # Two masks and what both allow; the window's sides beside the causal mask.
+        return pairs, pairs, copied + pairs * (4 if all(of_distance) else 3)
+    if problem.allow_mask is not None:
+        return pairs, copied, copied
+    return pairs, pairs, copied + pairs * (1 + (problem.bias is not None))
+
+
+def _empty_rows_scratch(problem: CanonicalProblem) -> int:
+    """The mask of as many rows as are looked at at once for what they may attend."""
     dims = problem.dims
-    itemsize, wide = problem.query.dtype.itemsize, problem.compute_dtype.itemsize
-    items, heads, rows = size.items, size.heads, size.rows
-    num_rows = items * heads * rows
-    pairs = num_rows * dims.seq_len_kv
-    half = problem.query.dtype != problem.compute_dtype
-    kv_heads = items * -(-heads // dims.group_size)
-    values = min(kv_heads * dims.seq_len_kv, max(kv_heads, manual.KEY_NUMBERS // dims.head_dim_v)) * dims.head_dim_v
-    # From one block to the next: queries in another dtype, the context.
-    held = num_rows * (half * dims.head_dim * wide + dims.head_dim_v * itemsize)
-    if not manual.computes_in_place(problem):
-        held += pairs * wide
-    if not problem.forbids_nothing:
-        # Booleans being combined, the mask as bits, and what stands for forbidden pairs.
-        by_item, by_head = problem.masks_apart
-        places = (items if by_item else 1) * (heads if by_head else 1)
-        held += places * rows * dims.seq_len_kv * (2 + 2 * wide)
-    copied = 0
-    if half or not problem.key.is_contiguous() or not problem.value.is_contiguous():
-        width = max(dims.head_dim, dims.head_dim_v)
-        copied = min(kv_heads * dims.seq_len_kv * width, max(kv_heads * width, manual.KEY_NUMBERS)) * wide
-    # Of values that are not finite: their finite part, and whether and how each number is none; of pairs beside them
-    # whether they count; the context, its sum and marks.
-    of_context = copied + values * (2 * wide + 3) + num_rows * dims.head_dim_v * (3 * wide + 3)
-    of_context += min(pairs, max(PAIRS_AT_ONCE, items * heads * dims.seq_len_kv)) * (2 * wide + 2)
-    # One after the other: queries below each other, and keys; the context; what is asked besides.
-    steps = [copied + num_rows * dims.head_dim * wide, of_context]
+    if not problem.has_pair_masks or dims.num_pairs == 0:
+        return 0
+    rows = min(dims.seq_len_q, max(1, MASK_BLOCK_PAIRS * dims.seq_len_q // dims.num_pairs))
+    lists_rows = rows < dims.seq_len_q or problem.select_rows is not None
+    return _masks_of_block(problem, Cut(dims.batch, dims.num_heads, rows), lists_rows=lists_rows)[2]
+
+
+def _numbers_of_block(per_pair: Tensor, size: Cut) -> int:
+    """How many numbers of a mask or bias belong to a block."""
+    whole = (size.items, size.heads, size.rows)
+    return math.prod(min(axis, own) for axis, own in zip(per_pair.shape, whole, strict=False)) * per_pair.shape[-1]
+
+
+def _copied_keys(problem: CanonicalProblem, keys: Tensor, size: Cut) -> int:
+    """What the manual kernel copies at once of the keys, or the values, of a block."""
+    of_a_key, run = _key_run(problem, keys, size)
+    is_cut = run < problem.dims.seq_len_kv
+    apart = keys.dtype != problem.compute_dtype or not keys.is_contiguous() or (is_cut and of_a_key > keys.shape[3])
+    return of_a_key * run * problem.compute_dtype.itemsize if apart else 0
+
+
+def _key_run(problem: CanonicalProblem, keys: Tensor, size: Cut) -> tuple[int, int]:
+    """Numbers of one key in all heads of a block, and how many keys the manual kernel multiplies at once."""
+    of_a_key = size.items * -(-size.heads // problem.dims.group_size) * keys.shape[3]
+    return of_a_key, even(problem.dims.seq_len_kv, max(1, manual.KEY_NUMBERS // of_a_key))
+
+
+def _beside_logits(problem: CanonicalProblem, size: Cut, masks: int, *, lists_rows: bool) -> int:
+    """What is taken between scores and logits: distances, which are whole numbers first, then bias and mask."""
+    wide, bias = problem.compute_dtype.itemsize, problem.bias
+    most = held = 0
     if problem.alibi_slopes is not None:
-        # Distances are whole numbers first, one for all heads.
-        places = items if problem.is_ragged else 1
-        steps.append(pairs * wide + places * rows * dims.seq_len_kv * (2 * torch.int64.itemsize + wide))
-    if (bias := problem.bias) is not None and bias.dtype != problem.compute_dtype:
-        steps.append(pairs * wide)
-    if "logsumexp" in problem.outputs or "entropy" in problem.outputs:
-        steps.append(2 * pairs * wide)
-    if "top_weights" in problem.outputs:
-        # The ranked copy; of the rows ranked at once their sorted values and indices.
-        ranked = min(pairs, max(manual.SORTED_PAIRS, dims.seq_len_kv)) * (itemsize + torch.int64.itemsize)
-        steps.append(2 * pairs * itemsize + ranked)
-        held += num_rows * min(problem.top_k or 0, dims.seq_len_kv) * (itemsize + 9)
-    return held + max(steps)
+        pairs = (size.items if problem.is_ragged else 1) * size.rows * problem.dims.seq_len_kv
+        held = pairs * size.heads * wide
+        most = pairs * max(2 * torch.int64.itemsize, wide * (1 + size.heads))
+    of_bias = 0 if bias is None else _numbers_of_block(bias, size)
+    if bias is not None and lists_rows:
+        held += of_bias * bias.dtype.itemsize
+    is_other = bias is not None and bias.dtype != problem.compute_dtype
+    return max(most, held + max(of_bias * wide if is_other else 0, masks * wide))
+
+
+def _manual_context(problem: CanonicalProblem, size: Cut) -> int:
+    """What the manual kernel takes for the context of a block, values that are not finite among it."""
+    dims, itemsize, wide = problem.dims, problem.query.dtype.itemsize, problem.compute_dtype.itemsize
+    of_a_key, run = _key_run(problem, problem.value, size)
+    lines = size.items * size.heads
+    context = lines * size.rows * dims.head_dim_v
+    # Their finite part, or where they are of one kind, as numbers; of pairs those beside them, and whether they count.
+    of_values = of_a_key * run * (wide + 1)
+    of_pairs = min(lines * size.rows * run, max(PAIRS_AT_ONCE, lines * run)) * (3 * wide + 2)
+    of_context = min(context, max(PAIRS_AT_ONCE, lines * dims.head_dim_v)) * (wide + 4)
+    sums = context * wide * (1 + (run < dims.seq_len_kv))
+    product = _copied_keys(problem, problem.value, size) + of_values + of_pairs + of_context + sums
+    return max(product, context * (wide + itemsize * (itemsize != wide)))
+
+
+def _taken_out(problem: CanonicalProblem, size: Cut) -> int:
+    """Copies of the selected rows of a matrix of pairs, where more than these are computed."""
+    if problem.select_rows is None or manual.computed_rows(problem) is not None:
+        return 0
+    heads = size.heads if problem.select_heads is None else 1
+    pairs = size.items * heads * min(size.rows, len(problem.select_rows)) * problem.dims.seq_len_kv
+    return pairs * (problem.compute_dtype.itemsize + problem.query.dtype.itemsize)
 
 
 def _blocked_scratch(problem: CanonicalProblem, device_type: str | None) -> int:
@@ -359,21 +465,21 @@ def gradients_cost(
     outputs = sum(sinks_bytes if name == "grad_sinks" else _gradient_bytes(problem, name) for name in asked)
     device_type = device_type or problem.device.type
     size = backward.cut(dims, skips_keys=backward.skips_keys(problem), device_type=device_type)
-    scratch = _backward_block(problem, size, asked, is_self_attention=is_self_attention)
+    scratch = outputs + _backward_block(problem, size, asked, is_self_attention=is_self_attention)
     if "grad_bias" in asked and backward.sums_bias_apart(problem):
         assert problem.bias is not None
         scratch += problem.bias.numel() * backward.bias_sum_dtype(problem).itemsize
     # Marks of rows, and which of them are padding.
-    scratch += 4 * dims.num_rows + (0 if problem.query_lengths is None else torch.int64.itemsize * dims.seq_len_q)
+    scratch += 3 * dims.num_rows + (0 if problem.query_lengths is None else torch.int64.itemsize * dims.seq_len_q)
     if refuses_empty_rows:
-        scratch = max(scratch, _vector_bytes(problem) + 5 * min(dims.num_pairs, MASK_BLOCK_PAIRS))
+        scratch = max(scratch, _search_scratch(problem))
     passes = GRADIENT_PASSES + MASK_PASSES * (not problem.forbids_nothing)
     passes += MASK_PASSES * ((problem.softcap is not None) + (problem.alibi_slopes is not None))
     passes *= 4 if problem.compute_dtype == torch.float64 else 1
     return Cost(
         flops=2 * dims.num_pairs * (3 * dims.head_dim + 2 * dims.head_dim_v),
         bytes_moved=inputs + outputs,
-        peak_bytes=inputs + outputs + scratch + FIXED_BYTES,
+        peak_bytes=inputs + scratch + FIXED_BYTES,
         output_bytes=outputs,
         pair_passes=passes * dims.num_pairs,
     )
@@ -394,38 +500,74 @@ def _gradient_bytes(problem: CanonicalProblem, name: str) -> int:
             return dims.num_pairs * wide
 
 
+def _search_scratch(problem: CanonicalProblem) -> int:
+    """What the search for empty rows takes."""
+    dims, marks = problem.dims, 2 * problem.dims.num_rows
+    if not problem.has_pair_masks:
+        return marks + _vector_bytes(problem)
+    rows = min(dims.seq_len_q, max(1, MASK_BLOCK_PAIRS // max(1, dims.batch * dims.num_heads * dims.seq_len_kv)))
+    return marks + _vector_bytes(problem) + 4 * _masked_pairs(problem, Cut(dims.batch, dims.num_heads, rows))
+
+
+def _masked_pairs(problem: CanonicalProblem, size: Cut, num_keys: int | None = None) -> int:
+    """How many booleans tell what is forbidden in a block."""
+    by_item, by_head = problem.masks_apart
+    pairs = (size.items if by_item else 1) * (size.heads if by_head else 1)
+    return pairs * (size.rows if _masks_by_row(problem) else 1) * (num_keys or problem.dims.seq_len_kv)
+
+
+def _numbers_within(per_pair: Tensor, size: Cut, num_keys: int) -> int:
+    """How many numbers of a mask or bias of rank 4 belong to a block."""
+    axes = zip(per_pair.shape, (size.items, size.heads, size.rows, num_keys), strict=True)
+    return math.prod(min(own, most) for own, most in axes)
+
+
 def _backward_block(problem: CanonicalProblem, size: Cut, asked: Collection[str], *, is_self_attention: bool) -> int:
     """What the backward kernel takes for one block, and for the keys that it adds to."""
     dims, wide = problem.dims, problem.compute_dtype.itemsize
     rows = size.items * size.heads * size.rows
-    pairs = rows * dims.seq_len_kv
+    seen = backward.most_seen(problem, size)
+    pairs = rows * seen
     keys = size.items * -(-size.heads // dims.group_size) * dims.seq_len_kv
     widths, widest = dims.head_dim + dims.head_dim_v, max(dims.head_dim, dims.head_dim_v)
-    # What keys and values get, summed; keys and values without what is not finite, and the search for it.
-    scratch = keys * ((dims.head_dim if is_self_attention else widths) + widths) * wide + keys * widest
-    if backward.copies_keys(problem, size):
-        scratch += keys * widths * wide
-    # Queries and gradients of the context as they are multiplied, without what is not finite, and the query's gradient.
-    scratch += rows * (2 * widths + dims.head_dim + widest) * wide
-    # Places of the rows and keys of a block.
-    scratch += 4 * torch.int64.itemsize * (size.rows + dims.seq_len_kv) * (size.items if problem.is_ragged else 1)
-    # What is not finite among some sums: marks, counts and the numbers themselves.
-    scratch += max(rows * widest, min(keys * widest, backward.SUMS_AT_ONCE)) * (2 * wide + 4)
-    scratch += min(pairs, max(backward_maths.PAIRS_AT_ONCE, rows, keys)) * (wide + 3)
-    # Logits, weights, and the gradients of both.
-    per_pair = 3 * wide
-    if problem.softcap is not None:
-        per_pair += 2 * wide
-    if problem.alibi_slopes is not None:
-        per_pair += wide
-        places = size.items if problem.is_ragged else 1
-        scratch += places * size.rows * dims.seq_len_kv * (2 * torch.int64.itemsize + wide)
-    if problem.bias is not None and problem.bias.dtype != problem.compute_dtype:
-        per_pair += wide
+    # Of keys: what they get, summed; copies in another form; which are not finite.
+    summed = {"grad_key": dims.head_dim, "grad_value": dims.head_dim_v}
+    if is_self_attention:
+        summed = {"grad_query": dims.head_dim}
+    operands = [problem.key] if is_self_attention else [problem.key, problem.value]
+    copied = sum(tensor.shape[3] for tensor in operands if backward.is_copied(tensor, problem, size))
+    held = keys * ((sum(width for name, width in summed.items() if name in asked) + copied) * wide + 1)
+    # Logits, which gradients take the place of, and weights; tanh.
+    held += pairs * wide * (2 + (problem.softcap is not None))
+    # Of rows: copies in another form, copies without what is not finite, and the query's gradient.
+    forms = 1 + backward.is_copied(problem.query, problem, size)
+    held += rows * (forms * widths + ("grad_query" in asked) * dims.head_dim) * wide
+    if "grad_query" in asked:
+        # A copy of some keys without what is not finite.
+        of_a_key = dims.head_dim * wide
+        held += min(keys * of_a_key, max(backward.KEY_BYTES_AT_ONCE, backward.KEY_MULTIPLE * of_a_key))
+    # One after the other. Products of pairs that are summed by rows; what infinite numbers add to some sums.
+    few = max(backward_maths.PAIRS_AT_ONCE, seen)
+    some = max(backward.SUMS_AT_ONCE, widest)
+    runs = backward.shifted_runs(size.items, size.heads, size.rows, seen)
+    shifted = replace(size, rows=max((run.stop - run.start for run in runs), default=0))
+    steps = [few * wide, min(pairs, few) * (wide + 4) + min(keys * widest, few) * (wide + 3) + some * (2 * wide + 5)]
     if not problem.forbids_nothing:
-        # The pairs once more as marks for each of them; masks being combined, and as bits.
-        by_item, by_head = problem.masks_apart
-        masks = (size.items if by_item else 1) * (size.heads if by_head else 1) * size.rows * dims.seq_len_kv
-        scratch += masks * (2 * wide + 3)
-        per_pair += 1
-    return scratch + pairs * per_pair
+        # Booleans, as bits too.
+        masked = _masked_pairs(problem, size, seen)
+        held += masked * (1 + wide)
+        steps[1] += pairs
+        steps.append(_masked_pairs(problem, shifted, seen) * wide + 3 * seen * torch.int64.itemsize)
+    if problem.alibi_slopes is not None:
+        # Distances are whole numbers first, one for all heads.
+        places = (size.items if problem.is_ragged else 1) * shifted.rows * seen
+        steps.append(places * max(2 * torch.int64.itemsize, wide * (1 + size.heads)) + 3 * seen * torch.int64.itemsize)
+    if (bias := problem.bias) is not None:
+        if bias.dtype != problem.compute_dtype:
+            steps.append(_numbers_within(bias, shifted, seen) * wide)
+        if "grad_bias" in asked:
+            # The sums of a block, and these in the dtype of all.
+            exact = backward.bias_sum_dtype(problem)
+            of_number = wide + (exact != problem.compute_dtype and backward.adds_to_bias(problem)) * exact.itemsize
+            steps.append(_numbers_within(bias, size, seen) * of_number)
+    return held + max(steps)

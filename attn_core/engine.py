@@ -77,17 +77,28 @@ class Engine:
         for index, (prepared, checkpoint) in enumerate(zip(ready, checkpoints or [None] * len(ready), strict=True)):
             try:
                 results.append(self._result(prepared, self._at_work(checkpoint), together.get(index)))
+            except NeedsSpare as error:
+                # Whoever brings a problem that is not prepared has no memory counted.
+                if isinstance(prepared, Prepared) and prepared is not problems[index]:
+                    results.append(self._spared(prepared, checkpoint))
+                else:
+                    results.append(error.with_traceback(None))
             except AttentionError as error:
                 # Without its frames, which hold the tensors of the problem.
                 results.append(error.with_traceback(None))
         return results
 
+    def _spared(self, prepared: Prepared, checkpoint: Checkpoint | None) -> AttentionResult | AttentionError:
+        try:
+            return self._result(prepared.with_spare, self._at_work(checkpoint), None)
+        except AttentionError as error:
+            return error.with_traceback(None)
+
     def _ready(self, problem: Problem | Prepared) -> Prepared | AttentionError:
         if isinstance(problem, Prepared):
             return problem
         try:
-            # Whoever brings a problem alone has no memory counted.
-            return self.prepare(problem).with_spare
+            return self.prepare(problem)
         except AttentionError as error:
             return error.with_traceback(None)
 

@@ -49,8 +49,8 @@ def run_gradients(
         why=prepared.why,
         device=str(device),
         dtype=attention.query.dtype,
-        empty_rows=0 if empty is None else int(empty.sum().item()),
-        nonfinite_rows=0 if output.nonfinite is None else int(output.nonfinite.sum().item()),
+        empty_rows=0 if empty is None else int(torch.count_nonzero(empty).item()),
+        nonfinite_rows=0 if output.nonfinite is None else int(torch.count_nonzero(output.nonfinite).item()),
         peak_bytes=prepared.cost.peak_bytes,
         flops=prepared.cost.flops,
     )

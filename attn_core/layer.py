@@ -15,12 +15,15 @@ from torch import Tensor
 from attn_core.canonical import canonicalize
 from attn_core.cut import runs
 from attn_core.errors import Checkpoint
+from attn_core.hazards import find_hazards
+from attn_core.kernels import backward
 from attn_core.layer_cost import (
     OPERANDS,
     STORED,
     LayerDims,
     attention_inside,
     attention_outputs,
+    cut_marks,
     gradients_inside,
     layer_dims,
     matrix_of,
@@ -29,7 +32,7 @@ from attn_core.layer_cost import (
     token_source,
 )
 from attn_core.maths.heads import split_heads
-from attn_core.numerics import compute_dtype
+from attn_core.numerics import compute_dtype, largest
 from attn_core.placement import bring_back, place
 from attn_core.prepared import Prepared
 from attn_core.problem import (
@@ -42,6 +45,7 @@ from attn_core.problem import (
 )
 from attn_core.projections import (
     NUMBERS_AT_ONCE,
+    WIDENED_AT_ONCE,
     add_product,
     project,
     rounded,
@@ -98,26 +102,33 @@ def run_layer_gradients(
 ) -> AttentionResult:
     """The asked gradients of a layer; ``differentiate`` runs the backward pass of the attention inside.
 
+    ``nonfinite_rows`` of the result counts queries of one head each for which the gradient of a logit is not finite, or
+    which attend a key that is not, whatever is asked.
     Raises: InvalidProblem for an empty row where these are an error, Abandoned.
     """
     storage, dims, asked = problem.layer.input.dtype, layer_dims(problem.layer), problem.asked
     layer = _on(device, problem.layer)
     (grad_output,) = place({"grad_output": problem.grad_output}, device).values()
     grad_output = grad_output.reshape(-1, dims.output.width_out)
-    operands = _projected(layer, dims, checkpoint)
+    operands, wanted = _projected(layer, dims, checkpoint), operand_gradients(problem)
     found: dict[str, Tensor] = {}
     if needs_context(problem):
         attention = attention_inside(layer, operands, ("context",))
         inside = attend(attention)
-        context = inside.outputs.pop("context").view(-1, dims.output.width_in)
         if "grad_w_output" in asked:
+            context = inside.outputs.pop("context").view(-1, dims.output.width_in)
             gradient = _grad_w_output(layer, attention, context, grad_output, checkpoint)
+            del context
             found["grad_w_output"] = rounded(gradient, storage, checkpoint)
             del gradient
-        del attention, context
+        inside.outputs.clear()
+        if not wanted:
+            nonfinite_rows = _nonfinite_rows(layer, dims, attention, grad_output, checkpoint)
+            inside = replace(inside, nonfinite_rows=nonfinite_rows)
+        del attention
     if "grad_b_output" in asked:
         found["grad_b_output"] = sum_of_rows(grad_output, checkpoint).to(storage)
-    if wanted := operand_gradients(problem):
+    if wanted:
         grad_context = project(grad_output, matrix_of(layer, "output").t(), None, checkpoint)
         grad_context = grad_context.view(dims.batch, dims.seq_len_q, dims.output.width_in)
         inside = differentiate(gradients_inside(layer, operands, wanted, grad_context))
@@ -147,6 +158,49 @@ def _grad_w_output(
         live_rows=live_rows,
         is_transposed=layer.options.weight_layout == "in_out",
     )
+
+
+def _nonfinite_rows(
+    layer: LayerProblem, dims: LayerDims, attention: AttentionProblem, grad_output: Tensor, checkpoint: Checkpoint
+) -> int:
+    """How many rows the backward pass of the attention would mark, which nothing that is asked has run.
+
+    On a GPU this waits for the stream.
+    """
+    canonical, w_output = canonicalize(attention), matrix_of(layer, "output")
+    assert attention.value is not None
+    size = dims.output.width_out * _size(grad_output, checkpoint) * _size(layer.w_output, checkpoint)
+    product = size * max(1.0, dims.head_dim_v * largest(attention.value))
+    # Written so that NaN, which compares as False, does not count as small.
+    if product <= backward.SAFE_PRODUCT[canonical.compute_dtype] and not find_hazards(canonical, checkpoint).any:
+        return 0
+    of_items = grad_output.view(dims.batch, dims.seq_len_q, dims.output.width_out)
+    count = 0
+    for items, heads, rows in cut_marks(canonical.dims).blocks(canonical.dims):
+        columns = slice(heads.start * dims.head_dim_v, heads.stop * dims.head_dim_v)
+        few = of_items[items, rows]
+        grad_context = project(few.flatten(0, 1), w_output[columns].t(), None, checkpoint)
+        part = backward.BackwardProblem(
+            attention=canonical.part(items, heads, rows),
+            grad_context=split_heads(grad_context.view(*few.shape[:2], -1), heads.stop - heads.start),
+            grad_logsumexp=None,
+            asked=frozenset(),
+            is_self_attention=False,
+        )
+        marks = backward.differentiate(part, checkpoint).nonfinite
+        assert marks is not None
+        count += int(torch.count_nonzero(marks).item())
+    return count
+
+
+def _size(tensor: Tensor, checkpoint: Checkpoint) -> float:
+    """No less than the largest |number| of a matrix, NaN if any is NaN."""
+    total = 0.0
+    for rows in runs(tensor.shape[0], max(1, WIDENED_AT_ONCE // max(1, tensor.shape[1]))):
+        checkpoint()
+        # Some rows at once, since torch copies what is not contiguous.
+        total += largest(tensor[rows])
+    return total
 
 
 def _to_sources(

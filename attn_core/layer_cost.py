@@ -9,19 +9,22 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attn_core.canonical import CanonicalProblem
-from attn_core.cost import FIXED_BYTES, Cost
+from attn_core.canonical import CanonicalProblem, canonicalize
+from attn_core.cost import FIXED_BYTES, Cost, gradients_cost
+from attn_core.cut import Cut, cut_heads_first, even
 from attn_core.kernels.output import named_outputs, output_dtype, output_shape
 from attn_core.numerics import compute_dtype
 from attn_core.problem import (
     OUTPUTS,
     RULE_NAMES,
+    WEIGHT_NAMES,
     AttentionProblem,
+    Dims,
     GradientsProblem,
     LayerGradientsProblem,
     LayerProblem,
 )
-from attn_core.projections import add_scratch, project_scratch, sum_scratch
+from attn_core.projections import add_scratch, project_scratch, row_sum_scratch, sum_scratch
 
 OPERANDS = ("query", "key", "value")
 STORED = frozenset({"context", "weights", "top_weights"})
@@ -221,6 +224,37 @@ def layer_cost(problem: LayerProblem, canonical: CanonicalProblem, inside: Cost)
     )
 
 
+MARKED_NUMBERS, MARKED_PAIRS = 2**18, 2**16
+"""So many numbers of query, key, value and context, and so many pairs, are looked at together to mark rows."""
+
+
+def cut_marks(dims: Dims) -> Cut:
+    """How much of an attention is differentiated at once only to mark its rows; one head and one row at least."""
+    of_a_head = (dims.seq_len_q + dims.seq_len_kv) * (dims.head_dim + dims.head_dim_v)
+    found = cut_heads_first(replace(dims, seq_len_q=1, seq_len_kv=of_a_head), MARKED_NUMBERS)
+    per_row = max(1, found.items * found.heads * dims.seq_len_kv)
+    return replace(found, rows=even(dims.seq_len_q, max(1, MARKED_PAIRS // per_row)))
+
+
+def _marks_scratch(problem: LayerProblem, dims: LayerDims) -> int:
+    """What the marks of rows take, one part after the other, where numbers are not finite."""
+    operands = without_numbers(problem)
+    del operands["context"]
+    canonical = canonicalize(attention_inside(problem, operands, ("context",)))
+    size, storage = cut_marks(canonical.dims), problem.input.dtype
+    if canonical.dims.num_pairs == 0:
+        return 0
+    part = canonical.part(*(slice(0, most) for most in (size.items, size.heads, size.rows)))
+    inside = gradients_cost(part, (), grad_bytes=0, sinks_bytes=0, is_self_attention=False)
+    rows, width = size.items * size.rows, size.heads * dims.head_dim_v
+    projected = project_scratch(
+        (rows, dims.output.width_out, width), tokens=storage, matrix=storage, result=compute_dtype(storage)
+    )
+    grad_output = rows * dims.output.width_out * storage.itemsize
+    grad_context = rows * width * compute_dtype(storage).itemsize
+    return grad_output + grad_context + max(projected, inside.peak_bytes - inside.bytes_moved - FIXED_BYTES)
+
+
 def layer_gradients_cost(problem: LayerGradientsProblem, forward: Cost | None, backward: Cost | None) -> Cost:
     """The cost of a layer's gradients, step by step as ``layer.run_layer_gradients`` goes.
 
@@ -256,8 +290,11 @@ def layer_gradients_cost(problem: LayerGradientsProblem, forward: Cost | None, b
         held.give_back(forward.output_bytes)
         if "grad_w_output" in asked:
             keep(dims.output.matrix_numbers)
+        if backward is None:
+            held.pass_through(_marks_scratch(layer, dims))
     if "grad_b_output" in asked:
         held.take(dims.output.width_out * wide)
+        held.pass_through(row_sum_scratch(dims.output.rows, dims.output.width_out, storage))
         keep(dims.output.width_out)
     if backward is None:
         held.give_back(operands)
@@ -309,6 +346,7 @@ def _differentiate_operands(
             keep(one.matrix_numbers)
         if f"grad_b_{one.name}" in asked:
             held.take(one.width_out * wide)
+            held.pass_through(row_sum_scratch(one.rows, one.width_out, compute_dtype(storage)))
             keep(one.width_out)
         source = token_source(layer, one.name)
         if f"grad_{source}" in asked:
@@ -346,8 +384,19 @@ class _Held:
 
 
 def _strided_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Copies of what does not lie as it is read."""
-    return sum(tensor.nbytes for tensor in tensors.values() if not tensor.is_contiguous())
+    """Copies of what does not lie as it is read; those of tokens and of matrices one at a time."""
+    strided = {name: tensor.nbytes for name, tensor in tensors.items() if not tensor.is_contiguous()}
+    of_tokens = max(strided.pop(name, 0) for name in ("input", "memory"))
+    of_matrices = 0
+    for name in WEIGHT_NAMES:
+        copied, matrix = strided.pop(name, 0), tensors[name]
+        if not (_lies_by_rows(matrix) or _lies_by_rows(matrix.t())):
+            of_matrices = max(of_matrices, copied)
+    return of_tokens + of_matrices + sum(strided.values())
+
+
+def _lies_by_rows(matrix: Tensor) -> bool:
+    return matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
 
 
 def _project_operands(problem: LayerProblem, dims: LayerDims, held: _Held) -> int:

@@ -29,6 +29,7 @@ from attn_core.numerics import safe_operand, safe_square_sum, safe_value
 from attn_core.placement import ALIGNMENT_BYTES
 from attn_core.problem import (
     PAIR_GRADIENTS,
+    RULE_NAMES,
     AttentionProblem,
     GradientsProblem,
     LayerGradientsProblem,
@@ -105,7 +106,27 @@ class PlainForm:
 
 
 def prepare(problem: Problem, *, device_type: str) -> Prepared:
-    """Decide what metadata decides. Raises: InvalidProblem when the asked path cannot serve the problem."""
+    """Decide what metadata and addresses decide. Raises: InvalidProblem when the asked path cannot serve it."""
+    found = _prepare(problem, device_type)
+    copied = _bytes_copied_first(problem) if device_type == "cpu" else 0
+    if copied <= FIXED_BYTES // 16:
+        return found
+    return replace(found, cost=replace(found.cost, peak_bytes=found.cost.peak_bytes + copied))
+
+
+def _bytes_copied_first(problem: Problem) -> int:
+    """Copies that stand beside what came: of tensors at other addresses than kernels read, and of masks that lie in
+    another order, which layers count themselves."""
+    counts_order = not isinstance(problem, LayerProblem | LayerGradientsProblem)
+    return sum(
+        tensor.nbytes
+        for name, tensor in problem.tensors().items()
+        if (tensor.data_ptr() % ALIGNMENT_BYTES and tensor.device.type == "cpu")
+        or (counts_order and name in RULE_NAMES and not tensor.is_contiguous())
+    )
+
+
+def _prepare(problem: Problem, device_type: str) -> Prepared:
     if isinstance(problem, WeightedSumProblem):
         return Prepared(problem, "manual", "weights given", weighted_sum_cost(problem))
     if isinstance(problem, GradientsProblem):
@@ -175,16 +196,16 @@ def _prepare_layer(problem: LayerProblem | LayerGradientsProblem, device_type: s
     context = operands.pop("context")
     if isinstance(problem, LayerProblem):
         inside = attention_inside(layer, operands, attention_outputs(layer.options.outputs))
-        found = prepare(inside, device_type=device_type)
+        found = _prepare(inside, device_type)
         assert found.canonical is not None
         costs = [layer_cost(layer, found.canonical, one) for one in (found.cost, found.cost.with_spare)]
         cost = _with_spare_inside(*costs)
         return Prepared(problem, found.path, found.why, cost)
     forward = backward = None
     if needs_context(problem):
-        forward = prepare(attention_inside(layer, operands, ("context",)), device_type=device_type)
+        forward = _prepare(attention_inside(layer, operands, ("context",)), device_type)
     if wanted := operand_gradients(problem):
-        backward = prepare(gradients_inside(layer, operands, wanted, context), device_type=device_type)
+        backward = _prepare(gradients_inside(layer, operands, wanted, context), device_type)
     chosen = backward or forward
     assert chosen is not None
     costs = [

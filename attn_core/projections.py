@@ -33,6 +33,8 @@ APART_AT_ONCE = 32
 """So many rows and columns of a sum over rows."""
 NUMBERS_AT_ONCE = 2**24
 """So many numbers are copied, rounded or added up between two checkpoints."""
+WIDENED_AT_ONCE = 2**18
+"""So many are copied in the dtype of the arithmetic to be added up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +194,15 @@ def sum_of_rows(gradient: Tensor, checkpoint: Checkpoint) -> Tensor:
     """The sum over rows, the gradient of a projection's bias: ``[width]`` in the dtype of the arithmetic."""
     num_rows, width = gradient.shape
     total = torch.zeros(width, dtype=compute_dtype(gradient.dtype), device=gradient.device)
-    for rows in runs(num_rows, max(1, NUMBERS_AT_ONCE // width)):
+    for rows in runs(num_rows, _rows_summed(width, gradient.dtype)):
         checkpoint()
         total += gradient[rows].sum(dim=0, dtype=total.dtype)
     return total
+
+
+def _rows_summed(width: int, dtype: torch.dtype) -> int:
+    """How many rows are added up at once. torch copies numbers that are summed in another dtype."""
+    return max(1, (NUMBERS_AT_ONCE if compute_dtype(dtype) == dtype else WIDENED_AT_ONCE) // width)
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype, checkpoint: Checkpoint) -> Tensor:
@@ -243,3 +250,11 @@ def sum_scratch(shape: tuple[int, int, int], *, tokens: torch.dtype) -> int:
     # Of tokens that are not finite: marks and counts of some rows, and of some columns what they add.
     apart = min(size.rows, APART_AT_ONCE) * (wide + 4) + APART_AT_ONCE * (3 * wide + 4)
     return size.width * (size.rows * wide + apart)
+
+
+def row_sum_scratch(num_rows: int, width: int, dtype: torch.dtype) -> int:
+    """Bytes that ``sum_of_rows`` takes besides its result, for numbers stored as ``dtype``."""
+    arithmetic = compute_dtype(dtype)
+    copied = 0 if arithmetic == dtype else min(num_rows, _rows_summed(width, dtype))
+    # The sum of some rows, before it is added.
+    return (copied + 1) * width * arithmetic.itemsize

@@ -8,7 +8,7 @@ in the compute dtype and rounded once.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from attn_core.canonical import CanonicalProblem
-from attn_core.cut import Cut, cut_heads_first, even, even_runs, runs
+from attn_core.cut import Cut, cut_heads_first, even, even_runs, pieces, runs
 from attn_core.errors import Checkpoint, never_abandoned
-from attn_core.hazards import find_hazards
+from attn_core.hazards import COPIED_AT_ONCE, find_hazards
 from attn_core.kernels.output import KernelOutput
 from attn_core.maths import gradients as maths
 from attn_core.maths.masks import allowed_pairs, attends_any, bits_of, fill_forbidden_
@@ -38,9 +38,17 @@ KEY_MULTIPLE = 32
 BLOCK_FLOPS = 2**31
 """No block takes more: 20 to 45 ms of one core."""
 PAIRS_OF_A_GPU = 2**24
-SUMS_AT_ONCE = 2**17
+KEY_NUMBERS_PER_PAIR = 8
+"""Of keys and values of several heads a block holds at most so many numbers for each pair that it may have."""
+KEY_BYTES_AT_ONCE = 2**20
+"""Of keys so much is multiplied at once, so that no more has a copy without what is not finite."""
+SUMS_AT_ONCE = 2**16
 """Of so many sums is told together which are not finite."""
-PAIR_BUFFERS = frozenset({"logits", "weights", "grad_weights", "tanh"})
+MARKS_AT_ONCE = 2**18
+"""Of so many pairs is told together which have a key that is not finite."""
+SHIFTED_AT_ONCE = 2**18
+"""So many scores get their distances and their bias at once, which are whole numbers or of another dtype before."""
+PAIR_BUFFERS = frozenset({"logits", "weights", "tanh"})
 SAFE_PRODUCT = {torch.float32: 1e30, torch.float64: 1e290}
 """Up to this size of grad_context times value no gradient of a weight can overflow, so that 0 times it is 0."""
 
@@ -90,11 +98,13 @@ def cut(dims: Dims, *, skips_keys: bool = False, device_type: str = "cpu") -> Cu
     else:
         most = max(1, min(MAX_BLOCK_PAIRS, BLOCK_FLOPS // flops_per_pair))
         usual = min(SKIPPING_BLOCK_PAIRS if skips_keys else BLOCK_PAIRS, most)
-    # A row has its pairs, or more numbers of its own than these.
-    per_row = max(dims.seq_len_kv, dims.head_dim + dims.head_dim_v)
-    found = cut_heads_first(replace(dims, seq_len_kv=per_row), usual)
+    # A row has its pairs, or more numbers of its own than these; a head of few rows has its keys.
+    widths = dims.head_dim + dims.head_dim_v
+    per_row = max(dims.seq_len_kv, widths)
+    by_keys = -(-dims.seq_len_kv * widths // (KEY_NUMBERS_PER_PAIR * per_row * dims.group_size))
+    found = cut_heads_first(replace(dims, seq_len_q=max(dims.seq_len_q, by_keys), seq_len_kv=per_row), usual)
     if found.heads > 1 or dims.seq_len_q * per_row <= usual:
-        return replace(found, rows=max(1, found.rows))
+        return replace(found, rows=max(1, dims.seq_len_q))
     rows = max(usual // per_row, min(MIN_BLOCK_ROWS, most // per_row), 1)
     multiple = _row_multiple(rows)
     return replace(found, rows=even(dims.seq_len_q, rows // multiple * multiple, multiple=multiple))
@@ -113,22 +123,45 @@ def bias_sum_dtype(attention: CanonicalProblem) -> torch.dtype:
 def sums_bias_apart(attention: CanonicalProblem) -> bool:
     """Whether the gradient of a bias is summed beside the answer, since it comes from several blocks unrounded."""
     assert attention.bias is not None
-    dims, shape = attention.dims, tuple(attention.bias.shape[:3])
-    is_summed = shape != (dims.batch, dims.num_heads, dims.seq_len_q)
-    return is_summed and attention.bias.dtype != bias_sum_dtype(attention)
+    return adds_to_bias(attention) and attention.bias.dtype != bias_sum_dtype(attention)
 
 
-def copies_keys(attention: CanonicalProblem, size: Cut) -> bool:
-    """Whether keys or values are multiplied in a copy: their dtype, their order or where a head begins is another."""
-    if attention.query.dtype != attention.compute_dtype:
+def adds_to_bias(attention: CanonicalProblem) -> bool:
+    """Whether a number of the gradient of a bias comes from several blocks."""
+    assert attention.bias is not None
+    dims = attention.dims
+    return tuple(attention.bias.shape[:3]) != (dims.batch, dims.num_heads, dims.seq_len_q)
+
+
+def is_copied(tensor: Tensor, attention: CanonicalProblem, size: Cut) -> bool:
+    """Whether query, key or value is multiplied in a copy: its dtype, its order or where a part begins is another."""
+    dims = attention.dims
+    if tensor.dtype != attention.compute_dtype or not tensor.is_contiguous():
         return True
-    are_parts = (size.items, size.heads) != (attention.dims.batch, attention.dims.num_heads)
+    of_a_token = tensor.shape[3] * tensor.dtype.itemsize
+    begins = []
+    if (size.items, size.heads) != (dims.batch, dims.num_heads):
+        begins.append(tensor.shape[2] * of_a_token)
+    if tensor is attention.query and size.rows < dims.seq_len_q:
+        begins.append(_row_multiple(size.rows) * of_a_token)
+    return any(begin % ALIGNMENT_BYTES for begin in begins)
 
-    def is_copied(tensor: Tensor) -> bool:
-        of_a_head = tensor.shape[2] * tensor.shape[3] * tensor.dtype.itemsize
-        return not tensor.is_contiguous() or (are_parts and of_a_head % ALIGNMENT_BYTES != 0)
 
-    return is_copied(attention.key) or is_copied(attention.value)
+def most_seen(attention: CanonicalProblem, size: Cut) -> int:
+    """How many keys a block may see at most, as far as metadata tells."""
+    most, offset = attention.dims.seq_len_kv, attention.query_offset
+    after = [0] if attention.causal else []
+    if attention.window_right is not None:
+        after.append(attention.window_right)
+    if not after:
+        return most
+    if not isinstance(offset, Tensor):
+        end = offset + attention.dims.seq_len_q + min(after)
+        most = min(most, max(0, -(-end // KEY_MULTIPLE) * KEY_MULTIPLE))
+    has_one_offset = not isinstance(offset, Tensor) or offset.numel() == 1 or size.items == 1
+    if attention.window_left is not None and has_one_offset:
+        most = min(most, attention.window_left + size.rows + min(after) + 2 * KEY_MULTIPLE)
+    return most
 
 
 def differentiate(problem: BackwardProblem, checkpoint: Checkpoint = never_abandoned) -> KernelOutput:
@@ -137,27 +170,40 @@ def differentiate(problem: BackwardProblem, checkpoint: Checkpoint = never_aband
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Factor:
-    """One side of a product over allowed pairs: its finite numbers, and all of them where some are not finite."""
+class _Rows:
+    """Queries or their gradients as they are multiplied: their finite numbers, and all where some are not finite."""
 
     finite: Tensor
     whole: Tensor
 
     @classmethod
-    def of(cls, tensor: Tensor, dtype: torch.dtype, *, is_careful: bool) -> _Factor:
+    def of(cls, tensor: Tensor, dtype: torch.dtype, *, is_careful: bool) -> _Rows:
         """In order, so that both lie alike: not even a bit tells what is kept out of a product."""
         tensor = _in_order(tensor, dtype)
-        if not is_careful or torch.isfinite(tensor).all():
+        if not is_careful or largest(tensor) < math.inf:
             return cls(tensor, tensor)
-        return cls(torch.where(torch.isfinite(tensor), tensor, 0.0), tensor)
+        return cls(_finite(tensor, torch.empty_like(tensor)), tensor)
 
     @property
     def is_finite(self) -> bool:
         return self.finite is self.whole
 
-    def keys(self, keys: slice) -> _Factor:
-        finite = self.finite[:, :, keys]
-        return _Factor(finite, finite if self.is_finite else self.whole[:, :, keys])
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Keys:
+    """Keys as they are multiplied, and which of them hold a number that is not finite; None where none does."""
+
+    numbers: Tensor
+    nonfinite: Tensor | None
+
+    @classmethod
+    def of(cls, tensor: Tensor, dtype: torch.dtype, *, is_careful: bool) -> _Keys:
+        tensor = _in_order(tensor, dtype)
+        marks = maths.nonfinite_rows(tensor) if is_careful else None
+        return cls(tensor, marks if marks is not None and marks.any() else None)
+
+    def run(self, keys: slice) -> _Keys:
+        return _Keys(self.numbers[:, :, keys], None if self.nonfinite is None else self.nonfinite[:, :, keys])
 
 
 class _Backward:
@@ -183,6 +229,8 @@ class _Backward:
         elif not attention.forbids_nothing:
             self._empty = torch.ones(marks, dtype=torch.bool, device=attention.device)
         self._nonfinite = torch.zeros(marks, dtype=torch.bool, device=attention.device)
+        self._pairs_at_once = self._size.items * self._size.heads * self._size.rows
+        self._pairs_at_once *= most_seen(attention, self._size)
         self._buffers: dict[str, Tensor] = {}
 
     def run(self) -> KernelOutput:
@@ -195,23 +243,25 @@ class _Backward:
 
         for (items, kv_heads), parts in groupby(self._size.parts(dims), key=shared):
             self._checkpoint()
-            key = self._operand(attention.key[items, kv_heads])
-            value = key
+            key = _Keys.of(attention.key[items, kv_heads], self._dtype, is_careful=self._is_careful)
+            value = key.numbers
             if attention.value is not attention.key:
-                value = self._operand(attention.value[items, kv_heads])
-            sums = self._key_sums(key.whole.shape, value.whole.shape)
+                value = _in_order(attention.value[items, kv_heads], self._dtype)
+            sums = self._key_sums(key.numbers.shape, value.shape)
             for _, heads in parts:
                 part = attention.part(items, heads)
                 for rows in even_runs(dims.seq_len_q, self._size.rows, multiple=_row_multiple(self._size.rows)):
                     self._block(part, (items, heads, rows), key, value, sums)
             self._round_key_sums(items, kv_heads, sums)
+            # Before there are those of the next heads.
+            del key, value, sums
         if "grad_bias" in self._found and self._bias_sum is not self._found["grad_bias"]:
             assert self._bias_sum is not None
             self._found["grad_bias"].copy_(self._bias_sum)
         return KernelOutput(outputs=self._found, empty=self._empty, nonfinite=self._nonfinite)
 
-    def _operand(self, tensor: Tensor) -> _Factor:
-        return _Factor.of(tensor, self._dtype, is_careful=self._is_careful)
+    def _operand(self, tensor: Tensor) -> _Rows:
+        return _Rows.of(tensor, self._dtype, is_careful=self._is_careful)
 
     def _new(self, name: str) -> Tensor:
         attention, dims = self._problem.attention, self._problem.dims
@@ -245,14 +295,14 @@ class _Backward:
             found.copy_(total.add_(SIGNLESS_ZERO))
             if name == "query" and not self._is_careful:
                 # Rounded to infinity; what a row gets as a key of others is told by these.
-                self._nonfinite[items, kv_heads] = ~torch.isfinite(found).all(dim=-1)
+                self._nonfinite[items, kv_heads] = _nonfinite_rows(found, total)
 
     def _block(
         self,
         part: CanonicalProblem,
         at: tuple[slice, slice, slice],
-        key: _Factor,
-        value: _Factor,
+        key: _Keys,
+        value: Tensor,
         sums: dict[str, Tensor],
     ) -> None:
         """One block of rows: its own gradients, and what it adds to those of the keys, the bias and the sinks."""
@@ -272,9 +322,9 @@ class _Backward:
             assert self._empty is not None
             self._empty[items, heads, rows] = none_allowed
             bits = bits_of(allowed, self._dtype)
-        key, value = key.keys(keys), value.keys(keys)
+        key, value = key.run(keys), value[:, :, keys]
         query = self._operand(part.query[:, :, rows])
-        weights, sink_weights, tanh = self._weights(part, rows, keys, query, key, bits)
+        weights, sink_weights, tanh = self._weights(part, rows, keys, query.whole, key.numbers, bits)
         pairs = _Pairs(allowed, weights.shape)
         grad_context = None
         if problem.grad_context is not None:
@@ -291,8 +341,7 @@ class _Backward:
         grad_weights = None
         if grad_context is not None:
             self._checkpoint()
-            grad_weights = self._buffer("grad_weights", weights.shape)
-            maths.grad_weights(grad_context.whole, value.whole, out=grad_weights)
+            grad_weights = maths.grad_weights(grad_context.whole, value, out=self._buffer("logits", weights.shape))
             if self._is_careful or problem.wants("grad_weights"):
                 _forbid(grad_weights, bits)
             if problem.wants("grad_weights"):
@@ -304,20 +353,19 @@ class _Backward:
             grad_logsumexp = problem.grad_logsumexp[items, heads, rows].to(self._dtype)
             if none_allowed is not None:
                 grad_logsumexp = grad_logsumexp.masked_fill(none_allowed, 0.0)
-        scratch = self._buffer("logits", weights.shape)
-        shift = maths.row_shift(weights, grad_weights, grad_logsumexp, scratch=scratch)
+        shift = maths.row_shift(weights, grad_weights, grad_logsumexp)
         if "grad_sinks" in self._found:
             assert sink_weights is not None
             self._found["grad_sinks"][heads] += maths.grad_sinks(sink_weights, shift)
         if not (self._is_careful or problem.needs_scores or problem.wants("grad_bias", "grad_logits")):
             return
-        grad = maths.grad_logits(weights, grad_weights, shift, out=self._buffer("grad_weights", weights.shape))
+        grad = maths.grad_logits(weights, grad_weights, shift, out=self._buffer("logits", weights.shape))
         if self._is_careful or problem.wants("grad_logits"):
             _forbid(grad, bits)
         if problem.wants("grad_logits"):
             self._found["grad_logits"][items, heads, rows, keys] = grad
         if self._is_careful:
-            self._mark(at, grad)
+            self._nonfinite[at] |= maths.nonfinite_rows(grad)
             self._mark_infinite_keys(at, key, allowed)
         if self._bias_sum is not None:
             self._add_to_bias(grad, at, keys)
@@ -335,7 +383,7 @@ class _Backward:
             pairs.add_infinite_to_keys(total, grad, query)
         if problem.wants("grad_query"):
             self._checkpoint()
-            of_rows = maths.grad_query(grad, key.finite, out=self._buffer("grad_query", query.whole.shape))
+            of_rows = self._grad_query(grad, key)
             pairs.add_infinite_to_rows(of_rows, grad, key)
             of_rows.add_(SIGNLESS_ZERO)
             if "query" in sums:
@@ -343,38 +391,34 @@ class _Backward:
             else:
                 found = self._found["grad_query"][items, heads, rows]
                 found.copy_(of_rows)
-                self._nonfinite[items, heads, rows] |= ~torch.isfinite(found).all(dim=-1)
+                self._nonfinite[at] |= _nonfinite_rows(found, of_rows)
 
     def _weights(
         self,
         part: CanonicalProblem,
         rows: slice,
         keys: slice,
-        query: _Factor,
-        key: _Factor,
+        query: Tensor,
+        key: Tensor,
         bits: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The weights of a block, those of the sinks ``[.., rows, 1]``, and tanh of the softcap; each where there is
         one."""
-        shape = (*query.whole.shape[:3], key.whole.shape[2])
+        shape = (*query.shape[:3], key.shape[2])
         scores = self._buffer("logits", shape)
         scale = part.scale
-        maths.scaled_scores(query.whole, key.whole, scale, out=scores)
+        maths.scaled_scores(query, key, scale, out=scores)
         tanh = None
         if part.softcap is not None:
             tanh = torch.div(scores, part.softcap, out=self._buffer("tanh", shape)).tanh_()
             torch.mul(tanh, part.softcap, out=scores)
-        if part.alibi_slopes is not None:
-            places = part.positions(torch.arange(rows.start, rows.stop, device=part.device))
-            listed = torch.arange(keys.start, keys.stop, device=part.device)
-            scores.sub_(alibi_distances(part.alibi_slopes, places, listed))
-        if part.bias is not None:
-            scores.add_(_of_pairs(part.bias, rows, keys).to(scores.dtype))
+        for few in shifted_runs(*shape):
+            _shift(scores[:, :, few], part, slice(rows.start + few.start, rows.start + few.stop), keys)
+            if bits is not None:
+                fill_forbidden_(scores[:, :, few], bits if bits.shape[2] == 1 else bits[:, :, few], -math.inf)
         self._checkpoint()
         weights = self._buffer("weights", shape)
         sink_weights = None
-        if bits is not None:
-            fill_forbidden_(scores, bits, -math.inf)
         if part.sinks is None:
             torch.softmax(scores, dim=-1, out=weights)
         else:
@@ -384,37 +428,60 @@ class _Backward:
         return weights, sink_weights, tanh
 
     def _add_to_bias(self, grad: Tensor, at: tuple[slice, slice, slice], keys: slice) -> None:
-        bias, total = self._problem.attention.bias, self._bias_sum
-        assert bias is not None and total is not None
-        where = zip((*at, keys), bias.shape, strict=True)
+        total = self._bias_sum
+        assert total is not None
+        where = zip((*at, keys), total.shape, strict=True)
         own = total[tuple(run if size > 1 else slice(None) for run, size in where)]
-        own.add_(maths.grad_bias(grad, own.shape))
+        of_block = maths.grad_bias(grad, own.shape)
+        if adds_to_bias(self._problem.attention):
+            own.add_(of_block)
+        else:
+            own.copy_(of_block).add_(SIGNLESS_ZERO)
 
-    def _mark(self, at: tuple[slice, slice, slice], pairs: Tensor) -> None:
-        """Take note of the rows that hold a number that is not finite."""
-        zeros = torch.mul(pairs, 0.0, out=self._buffer("logits", pairs.shape))
-        self._nonfinite[at] |= torch.isnan(zeros.sum(dim=-1))
+    def _grad_query(self, grad: Tensor, key: _Keys) -> Tensor:
+        """grad @ key, with 0 for what is not finite among the keys, in the same runs of these whether there is any."""
+        num_kv_heads, width = key.numbers.shape[1], key.numbers.shape[3]
+        of_rows = self._buffer("grad_query", (*grad.shape[:3], width))
+        group_size = grad.shape[1] // num_kv_heads
+        for items, heads, keys in _key_runs(key.numbers, self._problem.dims.seq_len_kv):
+            few = key.numbers[items, heads, keys]
+            if key.nonfinite is not None and key.nonfinite[items, heads, keys].any():
+                few = self._finite_keys(few)
+            first, last, _ = heads.indices(num_kv_heads)
+            own = slice(first * group_size, last * group_size)
+            maths.grad_query(grad[items, own, :, keys], few, out=of_rows[items, own], adds=keys.start > 0)
+        return of_rows
 
-    def _mark_infinite_keys(self, at: tuple[slice, slice, slice], key: _Factor, allowed: Tensor | None) -> None:
+    def _finite_keys(self, keys: Tensor) -> Tensor:
+        """A copy with 0 for what is not finite, that lies alike: BLAS picks its instructions by address and strides."""
+        begin = keys.data_ptr() % ALIGNMENT_BYTES // keys.dtype.itemsize
+        span = 1 + sum((size - 1) * stride for size, stride in zip(keys.shape, keys.stride(), strict=True))
+        copy = self._buffer("finite keys", (begin + span,)).as_strided(keys.shape, keys.stride(), begin)
+        return _finite(keys, copy)
+
+    def _mark_infinite_keys(self, at: tuple[slice, slice, slice], key: _Keys, allowed: Tensor | None) -> None:
         """Of the rows that attend a key which is not finite: even a gradient of 0 times it is none."""
-        if key.is_finite:
+        if key.nonfinite is None:
             return
-        marks = ~torch.isfinite(key.whole).all(dim=-1)
-        heads = at[1].stop - at[1].start
-        marks = marks.repeat_interleave(heads // marks.shape[1], dim=1).unsqueeze(-2)
-        self._nonfinite[at] |= (marks if allowed is None else marks & allowed).any(dim=-1)
+        found = self._nonfinite[at]
+        marks = key.nonfinite.repeat_interleave(found.shape[1] // key.nonfinite.shape[1], dim=1).unsqueeze(-2)
+        if allowed is None or allowed.shape[2] == 1:
+            found |= attends_any(marks if allowed is None else marks & allowed)
+            return
+        for rows in runs(found.shape[2], max(1, MARKS_AT_ONCE // marks.numel())):
+            found[:, :, rows] |= attends_any(marks & allowed[:, :, rows])
 
     def _buffer(self, name: str, shape: Sequence[int]) -> Tensor:
         """Memory that is used again from block to block; what it holds is what it held."""
-        dims, size = self._problem.dims, self._size
         numbers = math.prod(shape)
-        held = self._buffers.get(name)
+        held = self._buffers.pop(name, None)
         if held is None or held.numel() < numbers:
             if name in PAIR_BUFFERS:
-                numbers = max(numbers, size.items * size.heads * size.rows * dims.seq_len_kv)
-            self._buffers.pop(name, None)
+                numbers = max(numbers, self._pairs_at_once)
+            # The shorter one is let go before there is another.
+            del held
             held = torch.empty(numbers, dtype=self._dtype, device=self._problem.attention.device)
-            self._buffers[name] = held
+        self._buffers[name] = held
         return held[: math.prod(shape)].view(tuple(shape))
 
 
@@ -425,34 +492,79 @@ class _Pairs:
         self._allowed = allowed
         self._shape = shape
 
-    def add_infinite_to_rows(self, sums: Tensor, coefficients: Tensor, factor: _Factor) -> None:
-        """What the numbers that are not finite add to coefficients @ factor, ``[batch, num_heads, rows, width]``."""
-        if factor.is_finite:
+    def add_infinite_to_rows(self, sums: Tensor, coefficients: Tensor, key: _Keys) -> None:
+        """What the numbers that are not finite add to coefficients @ key, ``[batch, num_heads, rows, width]``."""
+        if key.nonfinite is None:
             return
-        num_kv_heads = factor.whole.shape[1]
-        part = maths.infinite_part(
+        num_kv_heads = key.numbers.shape[1]
+        _add_infinite(
+            maths.stack_rows(sums, num_kv_heads),
             maths.stack_rows(coefficients, num_kv_heads),
-            factor.whole.flatten(0, 1),
+            key.numbers.flatten(0, 1),
             self._stacked(num_kv_heads),
         )
-        sums.add_(part.view(sums.shape))
 
-    def add_infinite_to_keys(self, sums: Tensor, coefficients: Tensor, factor: _Factor) -> None:
+    def add_infinite_to_keys(self, sums: Tensor, coefficients: Tensor, factor: _Rows) -> None:
         """What they add to coefficients^T @ factor, ``[batch, num_kv_heads, keys, width]``."""
         if factor.is_finite:
             return
         num_kv_heads = sums.shape[1]
         allowed = self._stacked(num_kv_heads)
-        of_rows = maths.stack_rows(factor.whole, num_kv_heads)
-        by_key = maths.stack_rows(coefficients, num_kv_heads).transpose(1, 2)
-        for keys in runs(sums.shape[2], max(1, SUMS_AT_ONCE // math.prod(of_rows.shape[::2]))):
-            own = None if allowed is None else allowed.transpose(1, 2)[:, keys]
-            part = maths.infinite_part(by_key[:, keys], of_rows, own)
-            few = sums[:, :, keys]
-            few.add_(part.view(few.shape))
+        _add_infinite(
+            sums.view(-1, *sums.shape[2:]),
+            maths.stack_rows(coefficients, num_kv_heads).transpose(1, 2),
+            maths.stack_rows(factor.whole, num_kv_heads),
+            None if allowed is None else allowed.transpose(1, 2),
+        )
 
     def _stacked(self, num_kv_heads: int) -> Tensor | None:
         return None if self._allowed is None else maths.stack_rows(self._allowed.expand(self._shape), num_kv_heads)
+
+
+def _add_infinite(sums: Tensor, coefficients: Tensor, factors: Tensor, allowed: Tensor | None) -> None:
+    """``maths.infinite_part`` added to ``sums``, some of them at once."""
+    for some in pieces(sums.shape[:2], max(1, SUMS_AT_ONCE // sums.shape[2])):
+        own = None if allowed is None else allowed[some]
+        sums[some].add_(maths.infinite_part(coefficients[some], factors[some[0]], own))
+
+
+def _key_runs(keys: Tensor, seq_len_kv: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Items, heads and keys of what is multiplied at once, of keys ``[items, heads, keys, width]``.
+
+    Those of several heads lie as far apart as ``seq_len_kv`` keys.
+    """
+    of_a_key = keys.shape[3] * keys.dtype.itemsize
+    at_once = max(KEY_MULTIPLE, KEY_BYTES_AT_ONCE // of_a_key // KEY_MULTIPLE * KEY_MULTIPLE)
+    for items, heads in pieces(keys.shape[:2], max(1, at_once // seq_len_kv)):
+        for run in runs(keys.shape[2], at_once):
+            yield items, heads, run
+
+
+def _finite(tensor: Tensor, copy: Tensor) -> Tensor:
+    """Writes the tensor with 0 for every NaN and infinity, and gives it."""
+    return torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0, out=copy)
+
+
+def _nonfinite_rows(found: Tensor, numbers: Tensor) -> Tensor:
+    """Of which rows not all is finite in ``found``, which holds ``numbers``, rounded; what these were is used up."""
+    if found.dtype != numbers.dtype:
+        numbers.copy_(found)
+    return maths.nonfinite_rows(numbers)
+
+
+def shifted_runs(items: int, heads: int, rows: int, keys: int) -> Iterator[slice]:
+    """The rows of a block in runs that get what is added to their scores one after the other."""
+    return runs(rows, max(1, SHIFTED_AT_ONCE // max(1, items * heads * keys)))
+
+
+def _shift(scores: Tensor, part: CanonicalProblem, rows: slice, keys: slice) -> None:
+    """Add ALiBi and bias of these queries and keys, in place."""
+    if part.alibi_slopes is not None:
+        places = part.positions(torch.arange(rows.start, rows.stop, device=part.device))
+        listed = torch.arange(keys.start, keys.stop, device=part.device)
+        scores.sub_(alibi_distances(part.alibi_slopes, places, listed))
+    if part.bias is not None:
+        scores.add_(_of_pairs(part.bias, rows, keys).to(scores.dtype))
 
 
 def _forbid(pairs: Tensor, bits: Tensor | None) -> None:
@@ -511,16 +623,26 @@ def _needs_care(problem: BackwardProblem, checkpoint: Checkpoint) -> bool:
         return True
     limit = SAFE_PRODUCT[attention.compute_dtype]
     for tensor, factor in (
-        (problem.grad_context, 1.0 if problem.grad_context is None else dims.head_dim_v * largest(attention.value)),
+        (problem.grad_context, 1.0 if problem.grad_context is None else dims.head_dim_v * _largest(attention.value)),
         (problem.grad_logsumexp, 1.0),
     ):
         if tensor is not None:
             checkpoint()
-            size = largest(tensor)
+            size = _largest(tensor)
             # Written so that NaN, which compares as False, needs care.
             if not (size <= limit and size * factor <= limit):
                 return True
     return False
+
+
+def _largest(tensor: Tensor) -> float:
+    """``largest`` of a tensor that may lie in any order: torch copies what is not contiguous."""
+    by_token = tensor.transpose(1, 2)
+    tensor = by_token if by_token.is_contiguous() else tensor
+    if tensor.is_contiguous():
+        return largest(tensor)
+    found = [largest(tensor[piece]) for piece in pieces(tensor.shape, COPIED_AT_ONCE)]
+    return math.nan if any(math.isnan(one) for one in found) else max(found)
 
 
 def _seen_keys(part: CanonicalProblem, rows: slice) -> tuple[int, int] | None:

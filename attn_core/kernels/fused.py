@@ -271,7 +271,10 @@ def _as_number(problem: CanonicalProblem, allowed: Tensor) -> Tensor:
     dtype = problem.query.dtype
     if problem.bias is None:
         return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -math.inf)
-    return problem.bias.to(dtype).masked_fill(~allowed, -math.inf)
+    bias = problem.bias.to(dtype)
+    if bias is not problem.bias and bias.shape == allowed.shape:
+        return bias.masked_fill_(~allowed, -math.inf)
+    return bias.masked_fill(~allowed, -math.inf)
 
 
 def with_unit_strides(problem: CanonicalProblem) -> CanonicalProblem:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from attn_core.maths.heads import flat_groups, ungroup_heads
 
-PAIRS_AT_ONCE = 2**16
-"""So many pairs are looked at for what is not finite."""
+PAIRS_AT_ONCE = 2**15
+"""So many pairs, or numbers of the context, are looked at for what is not finite."""
 
 
 def weighted_context(weights: Tensor, value: Tensor) -> Tensor:
@@ -29,14 +29,15 @@ def weighted_context_of_allowed(weights: Tensor, value: Tensor, allowed: Tensor 
     The finite part is multiplied as usual; what is not finite is counted per row among the allowed keys and
     selected in, by the rules of the sum: any NaN, 0 * inf, or infinities of both signs give NaN.
     """
-    finite = torch.isfinite(value)
-    context = weighted_context(weights, torch.where(finite, value, 0.0))
     batch, num_heads, seq_len_q, seq_len_kv = weights.shape
-    keys = (~finite).any(dim=-1).flatten(0, 1).any(dim=0).nonzero().squeeze(-1)
+    # Both are NaN where any number of the key is.
+    finite = value.amax(dim=-1).isfinite() & value.amin(dim=-1).isfinite()
+    keys = (~finite).flatten(0, 1).any(dim=0).nonzero().squeeze(-1)
+    context = weighted_context(weights, value.nan_to_num(0.0, 0.0, 0.0))
     # As a rule these are few. If they are not, copies would only take memory.
     picks = 2 * keys.numel() <= seq_len_kv
     value = value[:, :, keys] if picks else value
-    size = max(1, PAIRS_AT_ONCE // max(1, batch * num_heads * value.shape[2]))
+    size = max(1, PAIRS_AT_ONCE // (batch * num_heads * max(1, value.shape[2], value.shape[3])))
     for start in range(0, seq_len_q, size):
         rows = slice(start, start + size)
         own = allowed if allowed is None or allowed.shape[-2] == 1 else allowed[..., rows, :]

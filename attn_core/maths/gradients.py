@@ -9,12 +9,16 @@ them. ``out`` is memory for the result; with ``adds`` the result is added to wha
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from attn_core.cut import runs
+from attn_core.numerics import largest
+
 PAIRS_AT_ONCE = 2**16
-"""Of so many pairs is told together which of their products are not finite."""
+"""The products of so many pairs are held at once, and of so many is told together which are not finite."""
 
 
 def scaled_scores(query: Tensor, key: Tensor, scale: float, *, out: Tensor | None = None) -> Tensor:
@@ -45,21 +49,18 @@ def grad_value(
     return _onto_shared(weights, grad_context, num_kv_heads, out=out, adds=adds)
 
 
-def row_shift(
-    weights: Tensor,
-    grad_weights: Tensor | None,
-    grad_logsumexp: Tensor | None = None,
-    *,
-    scratch: Tensor | None = None,
-) -> Tensor:
+def row_shift(weights: Tensor, grad_weights: Tensor | None, grad_logsumexp: Tensor | None = None) -> Tensor:
     """sum_j weights * grad_weights - grad_logsumexp, ``[batch, num_heads, rows, 1]``: what softmax takes off each row.
 
-    ``grad_weights`` None is 0. ``scratch`` is memory for the products of all pairs.
+    ``grad_weights`` None is 0.
     """
     if grad_weights is None:
         assert grad_logsumexp is not None
         return -grad_logsumexp.unsqueeze(-1)
-    dots = torch.mul(weights, grad_weights, out=scratch).sum(dim=-1, keepdim=True)
+    dots = weights.new_empty(*weights.shape[:-1], 1)
+    own, others, sums = weights.flatten(0, -2), grad_weights.flatten(0, -2), dots.view(-1)
+    for rows in _row_runs(own):
+        torch.sum(own[rows] * others[rows], dim=-1, out=sums[rows])
     return dots if grad_logsumexp is None else dots - grad_logsumexp.unsqueeze(-1)
 
 
@@ -79,8 +80,11 @@ def grad_sinks(sink_weights: Tensor, shift: Tensor) -> Tensor:
 
 
 def grad_through_softcap(grad_capped: Tensor, tanh: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """grad_capped * (1 - tanh^2), where ``tanh`` is that of the softcap: the capped logit over the cap."""
-    return torch.mul(grad_capped, torch.square(tanh).neg_().add_(1.0), out=out)
+    """grad_capped * (1 - tanh^2), where ``tanh`` is that of the softcap: the capped logit over the cap.
+
+    What ``tanh`` held is used up.
+    """
+    return torch.mul(grad_capped, tanh.square_().neg_().add_(1.0), out=out)
 
 
 def grad_scores(grad_scaled: Tensor, scale: float, *, out: Tensor | None = None) -> Tensor:
@@ -92,9 +96,9 @@ def grad_scores(grad_scaled: Tensor, scale: float, *, out: Tensor | None = None)
     return torch.mul(grad_scaled, scale, out=out)
 
 
-def grad_query(grad_scores: Tensor, key: Tensor, *, out: Tensor | None = None) -> Tensor:
+def grad_query(grad_scores: Tensor, key: Tensor, *, out: Tensor | None = None, adds: bool = False) -> Tensor:
     """grad_scores @ key."""
-    return _with_shared(grad_scores, key, out=out)
+    return _with_shared(grad_scores, key, out=out, adds=adds)
 
 
 def grad_key(
@@ -110,6 +114,15 @@ def grad_bias(grad_logits: Tensor, shape: torch.Size | tuple[int, ...]) -> Tenso
     return grad_logits.sum(dim=over, keepdim=True) if over else grad_logits
 
 
+def nonfinite_rows(numbers: Tensor) -> Tensor:
+    """Which rows hold a number that is not finite: bool, without the last axis."""
+    rows_of_numbers = numbers.flatten(0, -2)
+    marks = torch.empty(rows_of_numbers.shape[0], dtype=torch.bool, device=numbers.device)
+    for rows in _row_runs(rows_of_numbers):
+        marks[rows] = torch.isnan((rows_of_numbers[rows] * 0.0).sum(dim=-1))
+    return marks.view(numbers.shape[:-1])
+
+
 def infinite_part(coefficients: Tensor, factors: Tensor, allowed: Tensor | None) -> Tensor:
     """What NaN and infinities among ``factors`` add to coefficients @ factors over allowed pairs alone.
 
@@ -119,11 +132,12 @@ def infinite_part(coefficients: Tensor, factors: Tensor, allowed: Tensor | None)
     """
     shape = (*coefficients.shape[:2], factors.shape[2])
     up, down, undefined = (torch.zeros(shape, dtype=torch.bool, device=factors.device) for _ in range(3))
-    size = max(1, PAIRS_AT_ONCE // max(1, math.prod(coefficients.shape[:2])))
+    per_key = max(1, math.prod(coefficients.shape[:2]), factors.shape[0] * factors.shape[2])
+    size = max(1, PAIRS_AT_ONCE // per_key)
     for start in range(0, factors.shape[1], size):
         keys = slice(start, start + size)
         few = factors[:, keys]
-        if torch.isfinite(few).all():
+        if largest(few) < math.inf:
             continue
         numbers = coefficients[:, :, keys]
         pairs = torch.ones_like(numbers, dtype=torch.bool) if allowed is None else allowed[:, :, keys]
@@ -148,15 +162,21 @@ def stack_rows(per_query_head: Tensor, num_kv_heads: int) -> Tensor:
     return per_query_head.reshape(batch * num_kv_heads, num_heads // num_kv_heads * rows, width)
 
 
-def _with_shared(left: Tensor, shared: Tensor, *, out: Tensor | None) -> Tensor:
+def _row_runs(rows: Tensor) -> Iterator[slice]:
+    """The rows of a matrix in runs of about PAIRS_AT_ONCE numbers."""
+    return runs(rows.shape[0], max(1, PAIRS_AT_ONCE // max(1, rows.shape[1])))
+
+
+def _with_shared(left: Tensor, shared: Tensor, *, out: Tensor | None, adds: bool = False) -> Tensor:
     """left @ shared: a matrix of each query head times that of the key head it shares."""
     batch, num_heads, rows, _ = left.shape
     num_kv_heads, width = shared.shape[1], shared.shape[3]
     if out is None:
+        assert not adds
         out = left.new_empty(batch, num_heads, rows, width)
     stacked = stack_rows(left, num_kv_heads)
     # What out holds before is not read where beta is 0.
-    out.view(*stacked.shape[:2], width).baddbmm_(stacked, shared.flatten(0, 1), beta=0)
+    out.view(*stacked.shape[:2], width).baddbmm_(stacked, shared.flatten(0, 1), beta=1 if adds else 0)
     return out
 
 

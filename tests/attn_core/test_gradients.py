@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from attn_core import AttentionProblem, AttentionResult, Engine, Fault, InvalidProblem
 from attn_core.prepared import prepare
 from attn_core.problem import GradientsProblem, Layout
-from tests.support.factory import DTYPES, features, make_problem, make_tensor, with_options, with_tensors
+from tests.support.factory import DTYPES, features, make_mask, make_problem, make_tensor, with_options, with_tensors
 from tests.support.golden import GoldenCase, attention_problem, disagreement, golden_cases
 from tests.support.gradients import all_outputs, assert_matches_autograd, make_gradients
 from tests.support.memory import peak_bytes_of
@@ -316,6 +316,45 @@ def test_peak_is_not_above_the_estimate(axes: str, feature: str, dtype: torch.dt
         estimate = prepare(one, device_type="cpu").cost
         assert measured <= estimate.peak_bytes
         assert estimate.output_bytes == sum(tensor.nbytes for tensor in results[0].outputs.values())
+
+
+NEAR: dict[str, dict[str, Any]] = {
+    "decoding": {"sizes": (4, 8, 1, 2048, 64), "asked": ("grad_query",)},
+    "decoding, one head": {"sizes": (1, 1, 1, 40000, 64), "asked": ("grad_query",), "dtype": torch.float64},
+    "decoding, half": {"sizes": (4, 8, 1, 4096, 64), "dtype": torch.bfloat16, "layout": "bthd"},
+    "value": {"sizes": (2, 8, 300, 1500, 64), "asked": ("grad_value",), "layout": "bthd"},
+    "logsumexp": {"sizes": (4, 8, 1000, 300, 64), "asked": ("grad_key",), "context": False},
+    "pairs, many items": {"sizes": (1024, 2, 16, 8, 64), "asked": ("grad_weights", "grad_logits"), "layout": "btd"},
+    "window": {"sizes": (1, 2, 5000, 5000, 64), "causal": "lower_right", "window_left": 100},
+    "softcap": {"sizes": (2, 8, 700, 700, 64), "softcap": 5.0},
+    "self-attention": {"sizes": (8, 8, 256, 256, 64), "self_attention": True},
+    "bias": {"sizes": (1, 4, 1000, 1000, 16), "bias": (1, 4, 1000, 1000), "asked": ("grad_bias",)},
+}
+
+
+@pytest.mark.parametrize("case", NEAR)
+def test_peak_of_plain_numbers_is_near_the_estimate_and_that_of_others_not_above_it(case: str) -> None:
+    wanted = dict(NEAR[case])
+    asked, context = wanted.pop("asked", None), wanted.pop("context", True)
+    names = ("batch", "num_heads", "seq_len_q", "seq_len_kv", "head_dim")
+    axes = dict(zip(names, wanted.pop("sizes"), strict=True))
+    tensors = {"bias": make_tensor(*wanted.pop("bias"), dtype=torch.float16)} if "bias" in wanted else {}
+    attention = make_problem(**axes, tensors=tensors, **wanted)
+    problem = make_gradients(attention, context=context, logsumexp=not context, outputs=asked)
+    estimate = prepare(problem, device_type="cpu").cost.peak_bytes
+    assert estimate > 16 * 2**20
+
+    def share_of(one: GradientsProblem) -> float:
+        inputs = sum(tensor.nbytes for tensor in one.tensors().values())
+        return (inputs + peak_bytes_of(lambda: Engine().attend(one))) / estimate
+
+    assert 0.7 <= share_of(problem) <= 1.0
+    own = {}
+    for name in ("query", "key", "value"):
+        tensor: torch.Tensor | None = getattr(problem.attention, name)
+        if tensor is not None:
+            own[name] = tensor.masked_fill(make_mask(*tensor.shape[:-1], 1, share=0.1), torch.nan)
+    assert share_of(replace(problem, attention=with_tensors(problem.attention, **own))) <= 1.0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -29,6 +29,7 @@ from tests.support.layers import (
     layer_in_its_dtype,
     layer_reference,
     make_layer,
+    moved,
     with_layer_options,
 )
 from tests.support.oracle import assert_same_bits, same_bits
@@ -393,13 +394,8 @@ def test_neighbours_and_their_order_cannot_change_a_bit() -> None:
 
 def test_place_in_memory_cannot_change_a_bit() -> None:
     problem = make_layer(batch=3, seq_len_q=33, width=65, seq_len_kv=17, memory_width=31)
-    moved: dict[str, Any] = {}
-    for name, tensor in problem.tensors().items():
-        room = torch.empty(tensor.numel() + 3)
-        room[3:] = tensor.flatten()
-        moved[name] = room[3:].view(tensor.shape)
-        assert moved[name].data_ptr() % 64
-    assert_same_bits(attend(problem), attend(replace(problem, **moved)))
+    tensors: dict[str, Any] = {name: moved(tensor) for name, tensor in problem.tensors().items()}
+    assert_same_bits(attend(problem), attend(replace(problem, **tensors)))
 
 
 def test_strides_of_what_is_given_cannot_change_a_result() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from attn_core import Engine
 from attn_core.prepared import prepare
-from attn_core.problem import LAYER_OUTPUTS, LayerGradientsProblem, LayerProblem
+from attn_core.problem import LAYER_OUTPUTS, WEIGHT_NAMES, LayerGradientsProblem, LayerProblem
 from tests.support.factory import features, make_mask
 from tests.support.layers import make_layer, make_layer_gradients, with_layer_options
 from tests.support.memory import peak_bytes_of
@@ -55,6 +55,23 @@ def test_estimate_of_gradients_is_above_what_is_taken_and_near_to_it(axes: str, 
         assert 0.7 <= share_taken(problem) <= 1.0
 
 
+@pytest.mark.parametrize("outputs", [("grad_w_output",), ("grad_b_output",)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_estimate_of_gradients_behind_the_attention_is_above_what_is_taken_and_near_to_it(
+    dtype: torch.dtype, outputs: tuple[str, ...]
+) -> None:
+    forms: list[dict[str, Any]] = [
+        {"batch": 1, "seq_len_q": 256, "width": 1536, "num_heads": 12, "head_dim": 128, "output_width": 1536},
+        {"batch": 1, "seq_len_q": 2048, "width": 128, "num_heads": 2, "head_dim": 64, "output_width": 4096},
+    ]
+    for form in forms:
+        problem = make_layer_gradients(**form, dtype=dtype, outputs=outputs)
+        assert prepare(problem, device_type="cpu").cost.peak_bytes > 16 * MIB
+        assert 0.7 <= share_taken(problem) <= 1.0
+        problem.grad_output[0, 7] = torch.nan
+        assert share_taken(problem) <= 1.0
+
+
 @pytest.mark.parametrize("feature", ["nothing", "mask and bias", "both lengths", "alibi", "softcap", "sinks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_peak_with_any_feature_is_not_above_the_estimate(dtype: torch.dtype, feature: str) -> None:
@@ -96,6 +113,18 @@ def test_peak_of_what_does_not_lie_in_order_is_not_above_the_estimate() -> None:
     layer = replace(problem.layer, **strided)
     for changed in (layer, replace(problem, layer=layer)):
         assert share_taken(changed) <= 1.0
+
+
+def test_matrices_that_lie_by_columns_or_inside_others_are_counted_once() -> None:
+    problem = make_layer_gradients(batch=1, seq_len_q=64, width=1024, num_heads=16, head_dim=64, output_width=1024)
+    estimate = prepare(problem, device_type="cpu").cost.peak_bytes
+    for change in (lambda one: one.t().contiguous().t(), lambda one: torch.cat((one, one), dim=1)[:, :1024]):
+        matrices: dict[str, Any] = {name: change(getattr(problem.layer, name)) for name in WEIGHT_NAMES}
+        layer = replace(problem.layer, **matrices)
+        changed = replace(problem, layer=layer)
+        assert prepare(changed, device_type="cpu").cost.peak_bytes == estimate
+        for one in (changed, replace(changed, outputs=("grad_w_output",)), layer):
+            assert share_taken(one) <= 1.0
 
 
 def test_flops_are_those_of_the_attention_and_of_every_projection() -> None:

@@ -23,6 +23,7 @@ from tests.support.layers import (
     layer_reference,
     make_layer,
     make_layer_gradients,
+    moved,
     with_layer_options,
 )
 from tests.support.oracle import assert_same_bits, same_bits
@@ -149,10 +150,10 @@ def test_gradients_match_central_differences() -> None:
     step = 1e-5
     for name, tensor in problem.layer.tensors().items():
         for place in range(0, tensor.numel(), max(1, tensor.numel() // 3)):
-            moved = torch.zeros(tensor.numel(), dtype=torch.float64)
-            moved[place] = step
-            moved = moved.view(tensor.shape)
-            slope = (total(name, tensor + moved) - total(name, tensor - moved)) / (2 * step)
+            change = torch.zeros(tensor.numel(), dtype=torch.float64)
+            change[place] = step
+            change = change.view(tensor.shape)
+            slope = (total(name, tensor + change) - total(name, tensor - change)) / (2 * step)
             own = found[f"grad_{name}"].flatten()[place].item()
             assert own == pytest.approx(slope, rel=1e-6, abs=1e-7), (name, place)
 
@@ -310,6 +311,44 @@ def test_nan_that_is_attended_is_no_silent_zero() -> None:
     assert found.nonfinite_rows > 0
 
 
+@pytest.mark.parametrize(
+    ("name", "place", "num_rows"),
+    [
+        # In each of 4 heads a token's own row, none of padding; those that attend a token, none beyond a length; all.
+        ("grad_output", (0, 1), 4),
+        ("grad_output", (0, 4), 0),
+        ("input", (0, 1), 4),
+        ("memory", (1, 2), 4 * 5),
+        ("memory", (1, 6), 0),
+        ("w_output", (), 4 * 9),
+    ],
+)
+@pytest.mark.parametrize("number", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_are_not_finite_are_counted_alike_whatever_is_asked(
+    dtype: torch.dtype, number: float, name: str, place: tuple[int, ...], num_rows: int
+) -> None:
+    lengths = {"query_lengths": torch.tensor([4, 5]), "key_lengths": torch.tensor([7, 6])}
+    problem = make_layer_gradients(seq_len_kv=7, dtype=dtype, tensors=lengths)
+    asked = [("grad_w_output",), ("grad_b_output",), ("grad_input",), ("grad_w_value", "grad_w_output"), None]
+    for outputs in asked:
+        assert attend(replace(problem, outputs=outputs)).nonfinite_rows == 0, outputs
+    problem.tensors()[name][place] = number
+    for outputs in asked:
+        assert attend(replace(problem, outputs=outputs)).nonfinite_rows == num_rows, outputs
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+def test_rows_that_are_not_finite_are_counted_alike_in_many_parts(num_kv_heads: int) -> None:
+    problem = make_layer_gradients(
+        batch=3, seq_len_q=1100, width=33, num_kv_heads=num_kv_heads, head_dim=64, causal="upper_left"
+    )
+    problem.grad_output[1, 700] = torch.nan
+    problem.layer.input[2, 1000] = torch.inf
+    for asked in (("grad_w_output",), ("grad_w_query",)):
+        assert attend(replace(problem, outputs=asked)).nonfinite_rows == 4 * (1 + 100), asked
+
+
 def test_padded_token_has_gradient_0_whatever_the_weights_hold() -> None:
     problem = padded()
     poisoned = problem.layer.w_key.clone()
@@ -377,12 +416,6 @@ def test_result_reports_what_was_prepared() -> None:
 
 def test_place_in_memory_cannot_change_a_bit() -> None:
     problem = make_layer_gradients(batch=3, seq_len_q=33, width=65, seq_len_kv=17, memory_width=31)
-
-    def moved(tensor: Tensor) -> Tensor:
-        room = torch.empty(tensor.numel() + 3)
-        room[3:] = tensor.flatten()
-        return room[3:].view(tensor.shape)
-
     tensors: dict[str, Any] = {name: moved(tensor) for name, tensor in problem.layer.tensors().items()}
     other = LayerGradientsProblem(replace(problem.layer, **tensors), moved(problem.grad_output))
     assert_same_bits(attend(problem), attend(other))

@@ -18,11 +18,13 @@ from attn_core.projections import (
     cut_sum,
     project,
     rounded,
+    row_sum_scratch,
     rows_with_gradient,
     sum_of_products,
     sum_of_rows,
 )
 from tests.support.factory import DTYPES, make_tensor
+from tests.support.memory import peak_bytes_of
 
 SHAPES = [
     (1, 1, 1),
@@ -93,6 +95,16 @@ def test_sums_in_blocks_are_the_sums(shape: tuple[int, int, int], dtype: torch.d
     torch.testing.assert_close(
         sum_of_rows(gradient.to(dtype), never_abandoned).double(), gradient.to(dtype).double().sum(0), **near
     )
+
+
+@pytest.mark.parametrize("shape", [(3, 2**20), (2000, 1024)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sum_of_rows_takes_no_more_than_is_counted(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    gradient = make_tensor(*shape, dtype=dtype)
+    found = sum_of_rows(gradient, never_abandoned)
+    torch.testing.assert_close(found.double(), gradient.double().sum(0), rtol=1e-4, atol=1e-3)
+    taken = peak_bytes_of(lambda: sum_of_rows(gradient, never_abandoned)) - found.nbytes
+    assert taken <= row_sum_scratch(*shape, dtype)
 
 
 @pytest.mark.parametrize("num_rows", [5, 300, 2100])

@@ -88,6 +88,15 @@ def grad_output_of(layer: LayerProblem, *, seed: int = 50) -> Tensor:
     return make_tensor(*layer.input.shape[:-1], width, seed=seed, dtype=layer.input.dtype)
 
 
+def moved(tensor: Tensor) -> Tensor:
+    """The same numbers from an address on that is no multiple of 64 bytes."""
+    room = torch.empty(tensor.numel() + 3, dtype=tensor.dtype)
+    room[3:] = tensor.flatten()
+    found = room[3:].view(tensor.shape)
+    assert found.data_ptr() % 64
+    return found
+
+
 def layer_case(case: GoldenCase, *, outputs: tuple[str, ...], path: str | None = None) -> LayerProblem:
     """A golden case of ``op`` layer as the core takes it."""
     options = dict(case.options)

@@ -13,6 +13,7 @@ from attn_core import Abandoned, AttentionProblem, AttentionResult, Engine
 from attn_core.canonical import canonicalize
 from attn_core.cut import Cut
 from attn_core.kernels import backward
+from attn_core.maths import gradients as maths
 from attn_core.problem import Dims, GradientsProblem
 from tests.support.factory import DTYPES, features, make_mask, make_problem, with_tensors
 from tests.support.gradients import all_outputs, assert_matches_autograd, by_hand, make_gradients
@@ -38,11 +39,15 @@ MASKED = (
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Problems of 66 queries are cut, by rows too."""
+    """Problems of 66 queries are cut, by rows too, and so is all that is done to a part of a block at once."""
     monkeypatch.setattr(backward, "BLOCK_PAIRS", 2**11)
     monkeypatch.setattr(backward, "SKIPPING_BLOCK_PAIRS", 2**11)
     monkeypatch.setattr(backward, "MIN_BLOCK_ROWS", 16)
     monkeypatch.setattr(backward, "KEY_MULTIPLE", 4)
+    monkeypatch.setattr(backward, "KEY_BYTES_AT_ONCE", 2**9)
+    for name in ("SUMS_AT_ONCE", "MARKS_AT_ONCE", "SHIFTED_AT_ONCE"):
+        monkeypatch.setattr(backward, name, 2**8)
+    monkeypatch.setattr(maths, "PAIRS_AT_ONCE", 2**8)
 
 
 def problem_of(feature: str, *, dtype: torch.dtype = torch.float32, **axes: Any) -> GradientsProblem:
@@ -182,6 +187,28 @@ def test_odd_shapes_that_lie_in_any_order_keep_their_bits(sizes: dict[str, Any],
     assert spoiled.nonfinite_rows == 0
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+@pytest.mark.parametrize("sizes", [(1, 20000, 16), (3, 9001, 33), (2, 300, 7)], ids=str)
+def test_rows_of_few_queries_keep_their_bits_beside_rows_that_attend_what_is_not_finite(
+    sizes: tuple[int, int, int], num_kv_heads: int, number: float
+) -> None:
+    rows, keys, width = sizes
+    mask = make_mask(2, 2, rows, keys, share=0.6)
+    mask[1, :, :, 5] = mask[0, 0, :, keys - 1] = False
+    axes: dict[str, Any] = {"batch": 2, "num_heads": 2, "seq_len_q": rows, "seq_len_kv": keys, "head_dim": width}
+    problem = make_gradients(make_problem(num_kv_heads=num_kv_heads, tensors={"allow_mask": mask}, **axes))
+    where = torch.zeros(2, num_kv_heads, keys, dtype=torch.bool)
+    where[1, :, 5] = where[0, 0, keys - 1] = where[0, -1, keys - 2] = True
+    clean = Engine().attend(problem)
+    spoiled = Engine().attend(with_numbers(problem, {"key": where}, number))
+    of_group = where.repeat_interleave(2 // num_kv_heads, dim=1)
+    touched = (mask & of_group.unsqueeze(2)).any(dim=-1)
+    assert spoiled.nonfinite_rows == int(touched.sum()) and not touched.all()
+    own, before = spoiled.outputs["grad_query"], clean.outputs["grad_query"]
+    assert torch.equal(own[~touched], before[~touched])
+
+
 ASKED: tuple[tuple[str, ...], ...] = (
     ("grad_bias",),
     ("grad_sinks",),
@@ -309,6 +336,26 @@ def test_blocks_follow_from_the_shape_and_are_never_too_small() -> None:
     assert backward.cut(Dims(1, 8, 1, 8192, 8192, 64, 64)) == Cut(1, 1, 64)
     assert backward.cut(Dims(1, 1, 1, 4096, 2**20, 64, 64)) == Cut(1, 1, 2)
     assert backward.cut(Dims(1, 1, 1, 0, 0, 1, 1)).rows == 1
+
+
+def test_block_of_few_rows_has_few_keys() -> None:
+    assert backward.cut(Dims(8, 16, 4, 1, 4096, 64, 64)) == Cut(1, 16, 1)
+    assert backward.cut(Dims(8, 16, 16, 1, 1024, 64, 64)) == Cut(1, 16, 1)
+    assert backward.cut(Dims(4, 8, 8, 1, 65536, 64, 64)) == Cut(1, 1, 1)
+
+
+def test_block_under_a_window_sees_no_more_keys_than_it_is_said_to() -> None:
+    for left, right, causal, offset in ((9, 0, False, 3), (40, None, "lower_right", None), (0, 70, False, 31)):
+        tensors = {} if offset is None else {"query_offset": torch.tensor([offset])}
+        attention = make_problem(
+            seq_len_q=300, seq_len_kv=400, tensors=tensors, window_left=left, window_right=right, causal=causal
+        )
+        canonical = canonicalize(attention)
+        size = Cut(1, 4, 16)
+        most = backward.most_seen(canonical, size)
+        assert most < 400
+        seen = [backward._seen_keys(canonical, slice(first, min(300, first + 16))) for first in range(0, 300, 16)]
+        assert all(run is None or run[1] - run[0] <= most for run in seen)
 
 
 @pytest.mark.parametrize("causal", [False, True])
