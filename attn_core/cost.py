@@ -16,7 +16,9 @@ from attn_core.kernels import backward, blocked, fused, isolated, manual, output
 from attn_core.kernels.output import named_outputs, output_dtype, output_shape
 from attn_core.maths import gradients as backward_maths
 from attn_core.maths.context import PAIRS_AT_ONCE
-from attn_core.problem import WeightedSumProblem
+from attn_core.numerics import compute_dtype
+from attn_core.placement import ALIGNMENT_BYTES
+from attn_core.problem import Dims, WeightedSumProblem
 
 MANUAL_PASSES, MASK_PASSES = 6, 4
 OUTPUT_PASSES = {"top_weights": 60, "entropy": 4, "logsumexp": 2, "weight_totals": 1}
@@ -28,7 +30,8 @@ FIXED_BYTES = 2**20
 
 
 SPARE_SHARE = 8
-"""What huge or non-finite numbers would take is counted at once up to this part of inputs and outputs."""
+SPARE_FROM_BYTES = 2**21
+"""What huge or non-finite numbers would take is counted at once up to this part of inputs and outputs, or so much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +65,32 @@ def attention_cost(problem: CanonicalProblem, path: str, *, device_type: str | N
     """The cost of a canonical problem on one of the kernels, on a device that its tensors may still travel to."""
     inputs = _input_bytes(problem)
     sizes = {name: _output_bytes(problem, name) for name in named_outputs(problem)}
-    outputs, spare = sum(sizes.values()), 0
+    outputs = sum(sizes.values())
     if path == "fused":
         device_type = device_type or problem.device.type
         size = fused.cut(problem, device_type=device_type)
         strided = _strided_bytes(problem)
         plain = strided + _fused_scratch(problem, size, device_type)
         careful = strided + _isolated_scratch(problem, size, device_type)
-        scratch, spare = _with_spare(plain, careful, held=inputs + outputs)
         if "logsumexp" in sizes and problem.query.dtype != problem.compute_dtype:
-            scratch = max(scratch, _manual_scratch(problem))
+            plain = max(plain, _manual_scratch(problem, is_careful=False))
+            careful = max(careful, _manual_scratch(problem, is_careful=True))
     else:
-        scratch = _blocked_scratch(problem, device_type) if path == "blocked" else _manual_scratch(problem)
-        if problem.select_rows is not None or problem.select_heads is not None:
-            # Rows that were not computed are looked at for empty ones.
-            scratch = max(scratch, _empty_rows_scratch(problem))
+        plain, careful = (
+            _blocked_scratch(problem, device_type, is_careful=is_careful)
+            if path == "blocked"
+            else _manual_scratch(problem, is_careful=is_careful)
+            for is_careful in (False, True)
+        )
+        if _leaves_rows(problem, path, device_type):
+            # Those that were not computed are looked at for empty ones.
+            plain = max(plain, _empty_rows_scratch(problem))
         if not problem.query.is_contiguous():
             # The caller's layout is made in the end.
-            scratch = max(scratch, sizes.get("context", 0))
+            plain = max(plain, sizes.get("context", 0))
+    # What huge or non-finite numbers take is counted at once where it is little beside what is held anyhow.
+    scratch = max(plain, min(careful, max((inputs + outputs) // SPARE_SHARE, SPARE_FROM_BYTES)))
+    spare = max(careful - scratch, 0)
     scratch += _vector_bytes(problem)
     return Cost(
         flops=attention_flops(problem),
@@ -89,13 +100,6 @@ def attention_cost(problem: CanonicalProblem, path: str, *, device_type: str | N
         pair_passes=_pair_passes(problem, path),
         spare_bytes=spare,
     )
-
-
-def _with_spare(plain: int, careful: int, *, held: int) -> tuple[int, int]:
-    """Of what a kernel takes besides for plain numbers, and for huge or non-finite ones: what is counted at once, which
-    is little beside the bytes held anyhow, and what only where such numbers are met."""
-    scratch = max(plain, min(careful, held // SPARE_SHARE))
-    return scratch, max(careful - scratch, 0)
 
 
 def _pair_passes(problem: CanonicalProblem, path: str) -> float:
@@ -115,17 +119,33 @@ def weighted_sum_cost(problem: WeightedSumProblem) -> Cost:
     inputs = weights.nbytes + value.nbytes
     output_bytes = numbers * weights.dtype.itemsize
     # The check for finite numbers makes |context| and three marks of each.
-    scratch = numbers * (weights.dtype.itemsize + 3)
-    if weights.dtype in (torch.float16, torch.bfloat16):
-        scratch += 4 * (weights.numel() + value.numel() + numbers)
-    elif not (weights.is_contiguous() and value.is_contiguous()):
-        scratch += inputs
+    scratch = max(_sum_block(problem), numbers * (weights.dtype.itemsize + 3))
     return Cost(
         flops=2 * weights.numel() * value.shape[-1],
         bytes_moved=inputs + output_bytes,
         peak_bytes=inputs + output_bytes + scratch + FIXED_BYTES,
         output_bytes=output_bytes,
     )
+
+
+def _sum_block(problem: WeightedSumProblem) -> int:
+    """What a block of a weighted sum takes beside the output."""
+    weights, value = problem.weights, problem.value
+    batch, num_heads, seq_len_q, seq_len_kv = (1,) * (4 - weights.ndim) + tuple(weights.shape)
+    num_kv_heads, width = value.shape[-3] if value.ndim > 2 else 1, value.shape[-1]
+    dims = Dims(batch, num_heads, num_kv_heads, seq_len_q, seq_len_kv, head_dim=0, head_dim_v=width)
+    size = manual.cut_sum(dims)
+    itemsize, wide = weights.dtype.itemsize, compute_dtype(weights.dtype).itemsize
+    num_rows = size.items * size.heads * size.rows
+    values = size.items * -(-size.heads // dims.group_size) * seq_len_kv * width
+    is_whole, half = size.leaves_whole(dims), itemsize != wide
+    # In another dtype, or below each other; values of the block before are there until its own are.
+    copied = num_rows * seq_len_kv * wide * (half or not weights.is_contiguous())
+    copied += values * wide * (half * (1 if is_whole else 2) or not value.is_contiguous())
+    context = num_rows * width * wide
+    if not is_whole:
+        return copied + context
+    return max(copied + context - num_rows * width * itemsize, context * half)
 
 
 def _input_bytes(problem: CanonicalProblem) -> int:
@@ -230,15 +250,15 @@ def _isolated_scratch(problem: CanonicalProblem, own: Cut, device_type: str) -> 
     return max(marks, piece, answer + max(by_fused, by_manual))
 
 
-def _manual_scratch(problem: CanonicalProblem) -> int:
+def _manual_scratch(problem: CanonicalProblem, *, is_careful: bool) -> int:
     only = manual.computed_rows(problem)
     axes = problem.dims if only is None else replace(problem.dims, seq_len_q=len(only))
     size = manual.cut(axes, axes.seq_len_q)
-    return _manual_block(problem, size, is_whole=size.leaves_whole(axes))
+    return _manual_block(problem, size, is_whole=size.leaves_whole(axes), is_careful=is_careful)
 
 
-def _manual_block(problem: CanonicalProblem, size: Cut, *, is_whole: bool = True) -> int:
-    """What the manual kernel takes for one block beside its outputs.
+def _manual_block(problem: CanonicalProblem, size: Cut, *, is_whole: bool = True, is_careful: bool = True) -> int:
+    """What the manual kernel takes for one block beside its outputs; ``is_careful`` where hazards are among these.
 
     Of a block that is all of its problem these are made one after the other, and the most may be taken before them.
     """
@@ -251,8 +271,8 @@ def _manual_block(problem: CanonicalProblem, size: Cut, *, is_whole: bool = True
     if manual.computes_in_place(problem):
         held = found["weights"] = 0
     masks, booleans, making = _masks_of_block(problem, size, lists_rows=lists_rows)
-    # Queries of the block alone, in another dtype, below each other.
-    copies = max(lists_rows * itemsize, wide * (not problem.query.is_contiguous())) + half * wide
+    # Queries of the block alone, and in another dtype or below each other.
+    copies = lists_rows * itemsize + wide * (half or not (lists_rows or problem.query.is_contiguous()))
     scores = num_rows * dims.head_dim * copies + _copied_keys(problem, problem.key, size)
     selected = _taken_out(problem, size)
     # Where a part of what was computed is kept, both are there for a while.
@@ -271,7 +291,7 @@ def _manual_block(problem: CanonicalProblem, size: Cut, *, is_whole: bool = True
     # Exponentials, or terms.
     steps += [((name,), held + pairs * wide) for name in ("logsumexp", "entropy") if name in found]
     if "context" in found:
-        steps.append((("context",), held + _manual_context(problem, size)))
+        steps.append((("context",), held + _manual_context(problem, size, is_careful=is_careful)))
     if "weight_totals" in found:
         steps.append((("weight_totals",), held + size.items * size.heads * dims.seq_len_kv * wide))
     if "top_weights" in found:
@@ -308,6 +328,15 @@ def _masks_of_block(problem: CanonicalProblem, size: Cut, *, lists_rows: bool) -
     if problem.allow_mask is not None:
         return pairs, copied, copied
     return pairs, pairs, copied + pairs * (1 + (problem.bias is not None))
+
+
+def _leaves_rows(problem: CanonicalProblem, path: str, device_type: str | None) -> bool:
+    """Whether a kernel sees some rows of a problem only."""
+    if path == "manual":
+        return manual.computed_rows(problem) is not None
+    if outputs_by_fused(problem, device_type=device_type):
+        return False
+    return all(sweep.rows is not None or sweep.heads is not None for sweep in blocked.sweeps(problem))
 
 
 def _empty_rows_scratch(problem: CanonicalProblem) -> int:
@@ -355,18 +384,19 @@ def _beside_logits(problem: CanonicalProblem, size: Cut, masks: int, *, lists_ro
     return max(most, held + max(of_bias * wide if is_other else 0, masks * wide))
 
 
-def _manual_context(problem: CanonicalProblem, size: Cut) -> int:
-    """What the manual kernel takes for the context of a block, values that are not finite among it."""
+def _manual_context(problem: CanonicalProblem, size: Cut, *, is_careful: bool) -> int:
+    """What the manual kernel takes for the context of a block."""
     dims, itemsize, wide = problem.dims, problem.query.dtype.itemsize, problem.compute_dtype.itemsize
     of_a_key, run = _key_run(problem, problem.value, size)
     lines = size.items * size.heads
     context = lines * size.rows * dims.head_dim_v
-    # Their finite part, or where they are of one kind, as numbers; of pairs those beside them, and whether they count.
+    # Of values that are not finite the finite part, or where they are of one kind, as numbers; of pairs those beside
+    # them, and whether they count.
     of_values = of_a_key * run * (wide + 1)
     of_pairs = min(lines * size.rows * run, max(PAIRS_AT_ONCE, lines * run)) * (3 * wide + 2)
     of_context = min(context, max(PAIRS_AT_ONCE, lines * dims.head_dim_v)) * (wide + 4)
     sums = context * wide * (1 + (run < dims.seq_len_kv))
-    product = _copied_keys(problem, problem.value, size) + of_values + of_pairs + of_context + sums
+    product = _copied_keys(problem, problem.value, size) + sums + is_careful * (of_values + of_pairs + of_context)
     return max(product, context * (wide + itemsize * (itemsize != wide)))
 
 
@@ -379,8 +409,8 @@ def _taken_out(problem: CanonicalProblem, size: Cut) -> int:
     return pairs * (problem.compute_dtype.itemsize + problem.query.dtype.itemsize)
 
 
-def _blocked_scratch(problem: CanonicalProblem, device_type: str | None) -> int:
-    """The most that is taken at once: by the fused kernel, by a sweep, or by the manual one for hazards."""
+def _blocked_scratch(problem: CanonicalProblem, device_type: str | None, *, is_careful: bool) -> int:
+    """The most that is taken at once: by the fused kernel or a sweep, or by the manual one for hazards."""
     if problem.dims.num_pairs == 0:
         return 0
     device_type = device_type or problem.device.type
@@ -391,54 +421,99 @@ def _blocked_scratch(problem: CanonicalProblem, device_type: str | None) -> int:
         size = fused.cut(of_fused, device_type=device_type)
         strided = _strided_bytes(problem)
         found.append(strided + _fused_scratch(of_fused, size, device_type))
-        found.append(strided + _isolated_scratch(of_fused, size, device_type))
+        if is_careful:
+            found.append(strided + _isolated_scratch(of_fused, size, device_type))
     rest = replace(problem, outputs=tuple(name for name in problem.outputs if name not in by_fused))
-    found.extend(_sweep_scratch(rest, sweep) for sweep in blocked.sweeps(rest))
-    if rest.outputs:
-        dims, exact = problem.dims, isolated.exact_size(problem.dims, isolated.exact_pairs(problem))
-        pairs = exact.items * exact.heads * exact.rows * dims.seq_len_kv
-        # Its weights, from which totals are added up; before it, marks of rows.
-        weights = pairs * (problem.query.dtype.itemsize + problem.compute_dtype.itemsize)
-        found.append(_manual_block(rest, exact) + weights)
-        found.append(5 * min(dims.num_pairs, max(PAIRS_PER_BLOCK, dims.batch * dims.num_heads * dims.seq_len_kv)))
+    found.extend(_sweep_scratch(rest, sweep, is_careful=is_careful) for sweep in blocked.sweeps(rest))
+    if rest.outputs and is_careful:
+        found.append(_exact_scratch(rest))
+        found.append(_touched_scratch(problem))
+    if problem.alibi_slopes is not None and is_careful:
+        found.append(_empty_rows_scratch(problem))
     return max(found)
 
 
-def _sweep_scratch(problem: CanonicalProblem, sweep: blocked.Sweep) -> int:
+def _touched_scratch(problem: CanonicalProblem) -> int:
+    """What is taken to find the rows that attend a hazard."""
+    dims, wide = problem.dims, problem.compute_dtype.itemsize
+    marked = max(PAIRS_PER_BLOCK, dims.batch * dims.num_heads * dims.seq_len_kv)
+    of_bias = 0 if (bias := problem.bias) is None else min(bias.numel(), marked) * (bias.dtype.itemsize + wide + 4)
+    return min(dims.num_pairs, marked) * 5 + of_bias
+
+
+def _exact_scratch(problem: CanonicalProblem) -> int:
+    """What the manual kernel takes beside the blocked one, for rows that attend hazards, with its outputs."""
+    itemsize, wide = problem.query.dtype.itemsize, problem.compute_dtype.itemsize
+    size = isolated.exact_size(problem.dims, isolated.exact_pairs(problem))
+    # Totals are added up from weights.
+    names = tuple(dict.fromkeys(name.replace("weight_totals", "weights") for name in problem.outputs))
+    asked = replace(problem, outputs=names, select_heads=None, select_rows=None)
+    dims = replace(problem.dims, batch=size.items, num_heads=size.heads, seq_len_q=size.rows)
+    outputs = sum(_output_bytes(replace(asked, dims=dims), name) for name in named_outputs(asked))
+    # Of a head at a time both what was there and what is chosen from them.
+    chosen = dims.batch * dims.seq_len_q * dims.seq_len_kv * (itemsize + 2 * wide) * ("weights" in names)
+    # Those of the block before are there until its own are.
+    return 2 * outputs + max(_manual_block(asked, size), chosen)
+
+
+def _sweep_scratch(problem: CanonicalProblem, sweep: blocked.Sweep, *, is_careful: bool) -> int:
     """What the blocked kernel takes for one sweep over a problem."""
     dims, size = problem.dims, sweep.cut(problem)
     itemsize, wide = problem.query.dtype.itemsize, problem.compute_dtype.itemsize
-    num_rows = size.items * size.heads * size.rows
+    half, lists_rows = itemsize != wide, sweep.rows is not None
+    lines = size.items * size.heads
+    num_rows = lines * size.rows
     pairs = num_rows * dims.seq_len_kv
     # Logits and weights, and which pairs are forbidden.
-    scratch = pairs * (2 * wide + (not problem.forbids_nothing))
+    held = pairs * (2 * wide + (not problem.forbids_nothing))
     keys = size.items * -(-size.heads // dims.group_size) * dims.seq_len_kv
-    width = dims.head_dim + ("context" in sweep.names) * dims.head_dim_v
-    # Copies of another form, or without numbers that are not finite.
-    scratch += keys * width * (max(wide, itemsize) if not blocked.copies_keys(problem) else wide + itemsize)
-    scratch += num_rows * (dims.head_dim * (wide + itemsize) + ("context" in sweep.names) * dims.head_dim_v * wide)
-    tile = num_rows * min(dims.seq_len_kv, max(1, blocked.TILE_PAIRS // num_rows))
-    beside = [0 if problem.forbids_nothing else 3 * tile]
-    if problem.alibi_slopes is not None:
-        beside.append(tile * (2 * torch.int64.itemsize + 2 * wide))
-    if problem.bias is not None:
-        beside.append(tile * (problem.bias.dtype.itemsize + 2 * wide + 4))
+    held += keys * dims.head_dim * wide * blocked.copies(problem, problem.key)
+    cleaned = 0
+    if "context" in sweep.names:
+        values = keys * dims.head_dim_v
+        # Without hazards in pieces: these with and without, and what is beyond the limit.
+        cleaned = min(values, blocked.CLEANED_AT_ONCE) * (3 * itemsize + 1)
+        if blocked.copies(problem, problem.value):
+            held += values * wide
+        elif values > pairs:
+            # They fit into no buffer of the block.
+            cleaned += values * wide
+    run = even(dims.seq_len_kv, max(1, blocked.TILE_PAIRS // num_rows))
+    tile = replace(problem, dims=replace(dims, seq_len_kv=run))
+    masks, booleans, making = _masks_of_block(tile, size, lists_rows=lists_rows)
+    is_apart = half or not problem.query.is_contiguous() or (size.rows < dims.seq_len_q and lines > 1)
+    is_apart |= bool(min(dims.seq_len_q, size.rows) * dims.head_dim * itemsize % ALIGNMENT_BYTES)
+    query = num_rows * dims.head_dim * (lists_rows * itemsize + (half or (is_apart and not lists_rows)) * wide)
+    steps = [query + max(making, booleans + masks, _beside_logits(tile, size, 0, lists_rows=lists_rows))]
+    if "context" in sweep.names:
+        steps.append(cleaned * is_careful + num_rows * dims.head_dim_v * wide)
     if "weight_totals" in sweep.names:
-        beside.append(2 * size.items * size.heads * dims.seq_len_kv * wide)
+        steps.append(lines * dims.seq_len_kv * wide)
     if "top_weights" in sweep.names:
-        beside.append(_ranking_scratch(problem, num_rows))
-    return scratch + max(beside)
+        steps.append(_ranking_scratch(problem, num_rows))
+    sums = 1
+    if problem.sinks is not None or not {"entropy", "logsumexp"}.isdisjoint(sweep.names):
+        sums += 5 + 4 * (problem.sinks is not None)
+    return held + max(steps) + num_rows * sums * wide
 
 
 def _ranking_scratch(problem: CanonicalProblem, num_rows: int) -> int:
     """Weights and keys among which the largest are, as one whole number each, and the answer of a block."""
-    num_keys, itemsize = problem.dims.seq_len_kv, problem.query.dtype.itemsize
+    num_keys, itemsize, wide = problem.dims.seq_len_kv, problem.query.dtype.itemsize, problem.compute_dtype.itemsize
+    index, half = torch.int64.itemsize, itemsize != wide
     count = min(problem.top_k or 0, num_keys)
     group = blocked.group_size(num_keys, count)
     width = num_keys if group is None else count * group + num_keys % group
     at_once = min(num_rows, max(1, blocked.RANKED_AT_ONCE // width))
-    per_candidate = problem.compute_dtype.itemsize + itemsize + 4 * torch.int64.itemsize
-    return at_once * width * per_candidate + num_rows * count * (itemsize + torch.int64.itemsize + 1)
+    # What they are ranked by: a whole number made from float32, or of float64 sorted copies and their places.
+    ranked = half * wide + index * (1 if itemsize < index else 2)
+    kept = num_rows * count * (itemsize + index + 1)
+    if group is None:
+        chosen = itemsize + (2 * index if itemsize < index else 0)
+        return kept + at_once * (num_keys * (half * itemsize + ranked) + count * chosen)
+    first = num_keys // group * (wide + half * itemsize + ranked)
+    each = max(itemsize + index + ranked, 2 * index + wide, index + wide + half * itemsize)
+    return kept + at_once * (max(first, width * each) + count * 4 * index)
 
 
 GRADIENT_PASSES = 16
@@ -547,16 +622,17 @@ def _backward_block(problem: CanonicalProblem, size: Cut, asked: Collection[str]
         of_a_key = dims.head_dim * wide
         held += min(keys * of_a_key, max(backward.KEY_BYTES_AT_ONCE, backward.KEY_MULTIPLE * of_a_key))
     # One after the other. Products of pairs that are summed by rows; what infinite numbers add to some sums.
-    few = max(backward_maths.PAIRS_AT_ONCE, seen)
-    some = max(backward.SUMS_AT_ONCE, widest)
+    few = max(backward_maths.MARKED_AT_ONCE, backward.SUMS_AT_ONCE, widest)
+    of_infinite = min(pairs, few) * (wide + 4) + min(keys * widest, few) * (wide + 3)
+    of_infinite += max(backward.SUMS_AT_ONCE, widest) * (2 * wide + 5)
+    steps = [max(backward_maths.PAIRS_AT_ONCE, backward_maths.LEAST_ROWS * seen) * wide]
     runs = backward.shifted_runs(size.items, size.heads, size.rows, seen)
     shifted = replace(size, rows=max((run.stop - run.start for run in runs), default=0))
-    steps = [few * wide, min(pairs, few) * (wide + 4) + min(keys * widest, few) * (wide + 3) + some * (2 * wide + 5)]
     if not problem.forbids_nothing:
         # Booleans, as bits too.
         masked = _masked_pairs(problem, size, seen)
         held += masked * (1 + wide)
-        steps[1] += pairs
+        of_infinite += pairs
         steps.append(_masked_pairs(problem, shifted, seen) * wide + 3 * seen * torch.int64.itemsize)
     if problem.alibi_slopes is not None:
         # Distances are whole numbers first, one for all heads.
@@ -570,4 +646,4 @@ def _backward_block(problem: CanonicalProblem, size: Cut, asked: Collection[str]
             exact = backward.bias_sum_dtype(problem)
             of_number = wide + (exact != problem.compute_dtype and backward.adds_to_bias(problem)) * exact.itemsize
             steps.append(_numbers_within(bias, size, seen) * of_number)
-    return held + max(steps)
+    return held + max(*steps, of_infinite)

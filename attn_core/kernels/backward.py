@@ -42,7 +42,7 @@ KEY_NUMBERS_PER_PAIR = 8
 """Of keys and values of several heads a block holds at most so many numbers for each pair that it may have."""
 KEY_BYTES_AT_ONCE = 2**20
 """Of keys so much is multiplied at once, so that no more has a copy without what is not finite."""
-SUMS_AT_ONCE = 2**16
+SUMS_AT_ONCE = 2**15
 """Of so many sums is told together which are not finite."""
 MARKS_AT_ONCE = 2**18
 """Of so many pairs is told together which have a key that is not finite."""
@@ -202,8 +202,9 @@ class _Keys:
         marks = maths.nonfinite_rows(tensor) if is_careful else None
         return cls(tensor, marks if marks is not None and marks.any() else None)
 
-    def run(self, keys: slice) -> _Keys:
-        return _Keys(self.numbers[:, :, keys], None if self.nonfinite is None else self.nonfinite[:, :, keys])
+    def part(self, *at: slice) -> _Keys:
+        """Those of some items, heads and keys."""
+        return _Keys(self.numbers[at], None if self.nonfinite is None else self.nonfinite[at])
 
 
 class _Backward:
@@ -322,7 +323,7 @@ class _Backward:
             assert self._empty is not None
             self._empty[items, heads, rows] = none_allowed
             bits = bits_of(allowed, self._dtype)
-        key, value = key.run(keys), value[:, :, keys]
+        key, value = key.part(slice(None), slice(None), keys), value[:, :, keys]
         query = self._operand(part.query[:, :, rows])
         weights, sink_weights, tanh = self._weights(part, rows, keys, query.whole, key.numbers, bits)
         pairs = _Pairs(allowed, weights.shape)
@@ -440,24 +441,34 @@ class _Backward:
 
     def _grad_query(self, grad: Tensor, key: _Keys) -> Tensor:
         """grad @ key, with 0 for what is not finite among the keys, in the same runs of these whether there is any."""
-        num_kv_heads, width = key.numbers.shape[1], key.numbers.shape[3]
+        batch, num_kv_heads, num_keys, width = key.numbers.shape
         of_rows = self._buffer("grad_query", (*grad.shape[:3], width))
+        at_once = max(KEY_MULTIPLE, KEY_BYTES_AT_ONCE // (width * grad.dtype.itemsize) // KEY_MULTIPLE * KEY_MULTIPLE)
+        # Keys of several heads lie as far apart as all keys of one.
+        of_a_head = num_keys if batch * num_kv_heads == 1 else self._problem.dims.seq_len_kv
+        if batch * num_kv_heads * of_a_head <= at_once:
+            return maths.grad_query(grad, self._finite_keys(key), out=of_rows)
         group_size = grad.shape[1] // num_kv_heads
-        for items, heads, keys in _key_runs(key.numbers, self._problem.dims.seq_len_kv):
-            few = key.numbers[items, heads, keys]
-            if key.nonfinite is not None and key.nonfinite[items, heads, keys].any():
-                few = self._finite_keys(few)
+        for items, heads in pieces((batch, num_kv_heads), max(1, at_once // of_a_head)):
             first, last, _ = heads.indices(num_kv_heads)
             own = slice(first * group_size, last * group_size)
-            maths.grad_query(grad[items, own, :, keys], few, out=of_rows[items, own], adds=keys.start > 0)
+            for keys in runs(num_keys, at_once):
+                few = self._finite_keys(key.part(items, heads, keys))
+                maths.grad_query(grad[items, own, :, keys], few, out=of_rows[items, own], adds=keys.start > 0)
         return of_rows
 
-    def _finite_keys(self, keys: Tensor) -> Tensor:
-        """A copy with 0 for what is not finite, that lies alike: BLAS picks its instructions by address and strides."""
-        begin = keys.data_ptr() % ALIGNMENT_BYTES // keys.dtype.itemsize
-        span = 1 + sum((size - 1) * stride for size, stride in zip(keys.shape, keys.stride(), strict=True))
-        copy = self._buffer("finite keys", (begin + span,)).as_strided(keys.shape, keys.stride(), begin)
-        return _finite(keys, copy)
+    def _finite_keys(self, key: _Keys) -> Tensor:
+        """The keys with 0 for what is not finite, in a copy that lies alike where there is any.
+
+        BLAS picks its instructions by address and strides.
+        """
+        numbers = key.numbers
+        if key.nonfinite is None or not key.nonfinite.any():
+            return numbers
+        begin = numbers.data_ptr() % ALIGNMENT_BYTES // numbers.dtype.itemsize
+        span = 1 + sum((size - 1) * stride for size, stride in zip(numbers.shape, numbers.stride(), strict=True))
+        copy = self._buffer("finite keys", (begin + span,)).as_strided(numbers.shape, numbers.stride(), begin)
+        return _finite(numbers, copy)
 
     def _mark_infinite_keys(self, at: tuple[slice, slice, slice], key: _Keys, allowed: Tensor | None) -> None:
         """Of the rows that attend a key which is not finite: even a gradient of 0 times it is none."""
@@ -526,18 +537,6 @@ def _add_infinite(sums: Tensor, coefficients: Tensor, factors: Tensor, allowed: 
     for some in pieces(sums.shape[:2], max(1, SUMS_AT_ONCE // sums.shape[2])):
         own = None if allowed is None else allowed[some]
         sums[some].add_(maths.infinite_part(coefficients[some], factors[some[0]], own))
-
-
-def _key_runs(keys: Tensor, seq_len_kv: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Items, heads and keys of what is multiplied at once, of keys ``[items, heads, keys, width]``.
-
-    Those of several heads lie as far apart as ``seq_len_kv`` keys.
-    """
-    of_a_key = keys.shape[3] * keys.dtype.itemsize
-    at_once = max(KEY_MULTIPLE, KEY_BYTES_AT_ONCE // of_a_key // KEY_MULTIPLE * KEY_MULTIPLE)
-    for items, heads in pieces(keys.shape[:2], max(1, at_once // seq_len_kv)):
-        for run in runs(keys.shape[2], at_once):
-            yield items, heads, run
 
 
 def _finite(tensor: Tensor, copy: Tensor) -> Tensor:

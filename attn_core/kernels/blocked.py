@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_core.canonical import CanonicalProblem
-from attn_core.cut import Cut, cut_heads_first, even, even_runs, runs
+from attn_core.cut import Cut, cut_heads_first, even, even_runs, pieces, runs
 from attn_core.errors import Checkpoint, never_abandoned
 from attn_core.hazards import Hazards, without_hazards
 from attn_core.kernels.output import KernelOutput, named_outputs, new_output
@@ -32,6 +32,8 @@ BLOCK_FLOPS = {torch.float32: 2**31, torch.float64: 2**30}
 """And no block takes more, where heads are wide: 20 to 45 ms of one core."""
 TILE_PAIRS = 2**19
 """So many logits are made at once, and bias, distances and masks for them."""
+CLEANED_AT_ONCE = 2**15
+"""So many numbers of values are looked at for hazards."""
 RANKED_AT_ONCE = 2**18
 GROUP_SIZES = (16, 32, 64, 128)
 """How many keys may stand together behind the largest weight among them."""
@@ -80,16 +82,10 @@ def sweeps(problem: CanonicalProblem) -> tuple[Sweep, ...]:
     return tuple(Sweep(tuple(names), rows, heads) for (rows, heads), names in found.items())
 
 
-def copies_keys(problem: CanonicalProblem) -> bool:
-    """Whether keys and values are read from copies: of another dtype, or lying otherwise than a block of their own."""
-    dims, itemsize = problem.dims, problem.query.dtype.itemsize
-    widths = (dims.head_dim, dims.head_dim_v)
-    return (
-        problem.query.dtype != problem.compute_dtype
-        or any(dims.seq_len_kv * width * itemsize % ALIGNMENT_BYTES for width in widths)
-        or not problem.key.is_contiguous()
-        or not problem.value.is_contiguous()
-    )
+def copies(problem: CanonicalProblem, keys: Tensor) -> bool:
+    """Whether keys, or values, are read from copies: of another dtype, or lying otherwise than a block of their own."""
+    begins_apart = keys.shape[2] * keys.shape[3] * keys.dtype.itemsize % ALIGNMENT_BYTES
+    return bool(begins_apart) or keys.dtype != problem.compute_dtype or not keys.is_contiguous()
 
 
 def attend(
@@ -147,11 +143,6 @@ class _Blocks:
             marks = torch.empty(dims.batch, dims.num_heads, dims.seq_len_q, dtype=torch.bool, device=problem.device)
         for items, heads, target in sweep.parts(dims, self._size):
             part = problem.part(items, heads)
-            if self._hazards.key or self._hazards.value:
-                wanted = replace(NO_HAZARDS, key=self._hazards.key, value=self._hazards.value)
-                if "context" not in self._names:
-                    wanted = replace(wanted, value=False)
-                part = without_hazards(part, wanted, checkpoint)
             key = _by_itself(part.key, problem.compute_dtype)
             value = _by_itself(part.value, problem.compute_dtype) if "context" in self._names else None
             for places in even_runs(listed.numel(), self._size.rows):
@@ -221,8 +212,12 @@ class _Blocks:
                 self._put("logsumexp", block, lse)
         if "context" in names:
             assert value is not None
+            if self._hazards.value:
+                value = _without_hazards(part, block.keys, value, self._logits, checkpoint)
             context = _product(weights, value[:, :, block.keys])
             self._put("context", block, context if forbidden is None else context.add_(SIGNLESS_ZERO))
+            # Copies of both go before the rest comes.
+            del context, value
         if "weights" in names:
             self._put_weights(block, weights)
         if "weight_totals" in names:
@@ -241,32 +236,28 @@ class _Blocks:
     def _fill(
         self, part: CanonicalProblem, block: _Block, key: Tensor, logits: Tensor, forbidden: Tensor | None
     ) -> None:
-        """The logits of a block, -inf where a pair is forbidden, made for a run of keys at a time."""
-        bounds = replace(NO_HAZARDS, query=self._hazards.query)
-        own = replace(part, query=part.query[:, :, block.at])
-        query = _by_itself((without_hazards(own, bounds) if bounds.any else own).query, logits.dtype)
+        """The logits of a block, -inf where a pair is forbidden, made for a run of keys at a time.
+
+        A hazard among them stays in its row or at its key, and so where a row is touched or a pair is forbidden.
+        """
+        query, rows_at = _by_itself(part.query[:, :, block.at], logits.dtype), block.rows
+        if isinstance(block.at, slice):
+            # Of a part the masks are views.
+            part = part.part(slice(0, part.dims.batch), slice(0, part.dims.num_heads), block.at)
+            part, rows_at = replace(part, select_rows=None), part.all_rows()
         rows = logits.shape[0] * logits.shape[1] * logits.shape[2]
         for run in even_runs(logits.shape[-1], max(1, TILE_PAIRS // rows)):
             keys = slice(block.keys.start + run.start, block.keys.start + run.stop)
-            tile = logits[..., run]
+            tile, of_keys = logits[..., run], _with_keys(part, keys)
             _scaled_scores(query, key[:, :, keys], part.scale, tile)
-            of_keys = _with_keys(part, keys)
             if part.softcap is not None:
                 tile.div_(part.softcap).tanh_().mul_(part.softcap)
-            alibi = of_keys.alibi(block.rows)
-            if alibi is not None:
-                tile.sub_(alibi)
-            bias = rows_of(of_keys.bias, block.at)
-            if bias is not None:
-                if self._hazards.bias:
-                    wanted = replace(NO_HAZARDS, bias=True)
-                    bias = without_hazards(replace(of_keys, bias=bias), wanted).bias
-                    assert bias is not None
-                tile.add_(bias.to(tile.dtype))
+            _add_to_logits(tile, of_keys, rows_at)
             if forbidden is not None:
-                allowed = of_keys.allowed(block.rows)
+                allowed = of_keys.allowed(rows_at)
                 assert allowed is not None
                 forbidden[..., run] = ~allowed
+                del allowed
                 tile.masked_fill_(forbidden[..., run], -math.inf)
 
     def _entropy(self, part: CanonicalProblem, logits: Tensor, weights: Tensor, log_sum: Tensor) -> Tensor:
@@ -355,6 +346,37 @@ def _by_itself(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return lying.clone() if lying.data_ptr() % ALIGNMENT_BYTES else lying
 
 
+def _without_hazards(
+    problem: CanonicalProblem, keys: slice, value: Tensor, spare: Tensor, checkpoint: Checkpoint
+) -> Tensor:
+    """The values that are read, with every hazardous number in a run of keys as 0.
+
+    They are overwritten if they are a copy; else they are copied to a buffer that is not in use, if it is large enough.
+    """
+    given, clean = problem.value, value
+    if value.data_ptr() == given.data_ptr():
+        fits = spare.numel() >= given.numel()
+        clean = spare[: given.numel()].view(given.shape) if fits else torch.empty_like(given)
+    given = given[:, :, keys]
+    for piece in pieces(given.shape, CLEANED_AT_ONCE):
+        own = replace(problem, value=given[piece])
+        clean[:, :, keys][piece] = without_hazards(own, replace(NO_HAZARDS, value=True), checkpoint).value
+    return clean
+
+
+def _add_to_logits(tile: Tensor, problem: CanonicalProblem, rows: Tensor) -> None:
+    """Take distances off the logits of listed rows against some keys, and add the bias."""
+    alibi = problem.alibi(rows)
+    if alibi is not None:
+        tile.sub_(alibi)
+    # It goes before a bias of another dtype comes.
+    del alibi
+    is_whole = rows.numel() == problem.dims.seq_len_q and problem.select_rows is None
+    bias = rows_of(problem.bias, slice(None) if is_whole else rows)
+    if bias is not None:
+        tile.add_(bias.to(tile.dtype))
+
+
 def _scaled_scores(query: Tensor, key: Tensor, scale: float, out: Tensor) -> None:
     """scale * query @ key^T into ``out``, the rows of the heads that share a key below each other."""
     items, kv_heads, num_keys, width = key.shape
@@ -395,6 +417,8 @@ def top_of(
         places = _first(found, count)
         top_weights[rows] = found.gather(1, places)
         top_keys[rows] = places if keys is None else keys.gather(1, places)
+        # The old candidates go before new ones come.
+        del found, keys, places
     return top_weights, top_keys
 
 

@@ -92,6 +92,9 @@ def attend(problem: CanonicalProblem, hazards: Hazards, checkpoint: Checkpoint =
         empty = torch.empty(marks, dtype=torch.bool, device=problem.device)
     if hazards.any:
         nonfinite = torch.empty(marks, dtype=torch.bool, device=problem.device)
+    # In another dtype they are copied once, and rows below each other then.
+    half = problem.query.dtype != arithmetic
+    memory_format = torch.contiguous_format if half else torch.preserve_format
     buffer: Tensor | None = None
     masks = _Masks(problem)
     for items, heads, places, part in _blocks(problem, size, num_rows):
@@ -105,7 +108,7 @@ def attend(problem: CanonicalProblem, hazards: Hazards, checkpoint: Checkpoint =
                 largest = size.items * size.heads * size.rows * dims.seq_len_kv
                 buffer = torch.empty(largest, dtype=arithmetic, device=problem.device)
             block = buffer[: math.prod(shape)].view(shape)
-        _scores(part.query[:, :, at].to(arithmetic), part.key, out=block)
+        _scores(part.query[:, :, at].to(arithmetic, memory_format=memory_format), part.key, out=block)
         answer.take("scores", block)
         none_allowed, unsound = _answer_block(
             part, at, block, masks.of(part, at, (items.start, heads.start, places.start)), hazards, answer, checkpoint
@@ -263,7 +266,9 @@ class _Masks:
             # The old mask goes before a new one comes.
             self._mask = _Mask(None, self._arithmetic)
             if isinstance(at, slice):
+                # Of a part the masks are views.
                 part = part.part(slice(0, part.dims.batch), slice(0, part.dims.num_heads), at)
+                part = replace(part, select_rows=None)
             allowed = part.allowed(part.all_rows() if isinstance(at, slice) else at)
             self._mask, self._made_for = _Mask(allowed, self._arithmetic), own
         return self._mask

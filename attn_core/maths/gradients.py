@@ -14,11 +14,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attn_core.cut import runs
+from attn_core.cut import even_runs
 from attn_core.numerics import largest
 
 PAIRS_AT_ONCE = 2**16
-"""The products of so many pairs are held at once, and of so many is told together which are not finite."""
+"""The products of so many pairs are held at once."""
+LEAST_ROWS = 3
+"""Runs of at most so many rows have two at least."""
+MARKED_AT_ONCE = 2**15
+"""Of so many pairs, and of so many numbers, is told together which products are not finite."""
 
 
 def scaled_scores(query: Tensor, key: Tensor, scale: float, *, out: Tensor | None = None) -> Tensor:
@@ -57,10 +61,13 @@ def row_shift(weights: Tensor, grad_weights: Tensor | None, grad_logsumexp: Tens
     if grad_weights is None:
         assert grad_logsumexp is not None
         return -grad_logsumexp.unsqueeze(-1)
-    dots = weights.new_empty(*weights.shape[:-1], 1)
-    own, others, sums = weights.flatten(0, -2), grad_weights.flatten(0, -2), dots.view(-1)
-    for rows in _row_runs(own):
-        torch.sum(own[rows] * others[rows], dim=-1, out=sums[rows])
+    if weights.numel() <= PAIRS_AT_ONCE:
+        dots = (weights * grad_weights).sum(dim=-1, keepdim=True)
+    else:
+        dots = weights.new_empty(*weights.shape[:-1], 1)
+        own, others, sums = weights.flatten(0, -2), grad_weights.flatten(0, -2), dots.view(-1)
+        for rows in _row_runs(own):
+            torch.sum(own[rows] * others[rows], dim=-1, out=sums[rows])
     return dots if grad_logsumexp is None else dots - grad_logsumexp.unsqueeze(-1)
 
 
@@ -116,6 +123,8 @@ def grad_bias(grad_logits: Tensor, shape: torch.Size | tuple[int, ...]) -> Tenso
 
 def nonfinite_rows(numbers: Tensor) -> Tensor:
     """Which rows hold a number that is not finite: bool, without the last axis."""
+    if numbers.numel() <= PAIRS_AT_ONCE:
+        return torch.isnan((numbers * 0.0).sum(dim=-1))
     rows_of_numbers = numbers.flatten(0, -2)
     marks = torch.empty(rows_of_numbers.shape[0], dtype=torch.bool, device=numbers.device)
     for rows in _row_runs(rows_of_numbers):
@@ -133,7 +142,7 @@ def infinite_part(coefficients: Tensor, factors: Tensor, allowed: Tensor | None)
     shape = (*coefficients.shape[:2], factors.shape[2])
     up, down, undefined = (torch.zeros(shape, dtype=torch.bool, device=factors.device) for _ in range(3))
     per_key = max(1, math.prod(coefficients.shape[:2]), factors.shape[0] * factors.shape[2])
-    size = max(1, PAIRS_AT_ONCE // per_key)
+    size = max(1, MARKED_AT_ONCE // per_key)
     for start in range(0, factors.shape[1], size):
         keys = slice(start, start + size)
         few = factors[:, keys]
@@ -163,8 +172,11 @@ def stack_rows(per_query_head: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def _row_runs(rows: Tensor) -> Iterator[slice]:
-    """The rows of a matrix in runs of about PAIRS_AT_ONCE numbers."""
-    return runs(rows.shape[0], max(1, PAIRS_AT_ONCE // max(1, rows.shape[1])))
+    """The rows of a matrix in runs of about PAIRS_AT_ONCE numbers, none of one row where there are more.
+
+    A single sum would be parted among threads, and have other bits on another number of them.
+    """
+    return even_runs(rows.shape[0], max(LEAST_ROWS, PAIRS_AT_ONCE // max(1, rows.shape[1])))
 
 
 def _with_shared(left: Tensor, shared: Tensor, *, out: Tensor | None, adds: bool = False) -> Tensor:

@@ -183,7 +183,7 @@ def test_warm_up_runs_and_leaves_nothing_behind() -> None:
 def test_estimate_is_what_the_result_reports() -> None:
     for problem in assorted():
         cost, result = prepare(problem, device_type="cpu").cost, Engine().attend(problem)
-        assert (cost.peak_bytes, cost.flops) == (result.peak_bytes, result.flops)
+        assert (cost.peak_bytes, cost.flops) == (result.peak_bytes, result.flops) and not cost.spare_bytes
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

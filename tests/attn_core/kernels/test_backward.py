@@ -47,7 +47,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward, "KEY_BYTES_AT_ONCE", 2**9)
     for name in ("SUMS_AT_ONCE", "MARKS_AT_ONCE", "SHIFTED_AT_ONCE"):
         monkeypatch.setattr(backward, name, 2**8)
-    monkeypatch.setattr(maths, "PAIRS_AT_ONCE", 2**8)
+    for name in ("PAIRS_AT_ONCE", "MARKED_AT_ONCE"):
+        monkeypatch.setattr(maths, name, 2**8)
 
 
 def problem_of(feature: str, *, dtype: torch.dtype = torch.float32, **axes: Any) -> GradientsProblem:
