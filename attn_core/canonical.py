@@ -88,7 +88,9 @@ class CanonicalProblem:
     def masks_apart(self) -> tuple[bool, bool]:
         """Whether what is forbidden differs between items, and between heads."""
         masks = [mask for mask in (self.allow_mask, self.block_mask, self.bias) if mask is not None]
-        return self.is_ragged or any(mask.shape[0] > 1 for mask in masks), any(mask.shape[1] > 1 for mask in masks)
+        has_lengths = self.key_lengths is not None or self.query_lengths is not None
+        is_apart = has_lengths or (isinstance(self.query_offset, Tensor) and self.query_offset.numel() > 1)
+        return is_apart or any(mask.shape[0] > 1 for mask in masks), any(mask.shape[1] > 1 for mask in masks)
 
     @property
     def is_square_causal(self) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_core.canonical import MASK_BLOCK_PAIRS, CanonicalProblem
 from attn_core.cut import Cut, even
 from attn_core.hazards import COPIED_AT_ONCE, PAIRS_PER_BLOCK
-from attn_core.kernels import backward, blocked, fused, isolated, manual, outputs_by_fused
+from attn_core.kernels import asks_manual_besides, backward, blocked, fused, isolated, manual, outputs_by_fused
 from attn_core.kernels.output import named_outputs, output_dtype, output_shape
 from attn_core.maths import gradients as backward_maths
 from attn_core.maths.context import PAIRS_AT_ONCE
@@ -73,8 +73,8 @@ def attention_cost(problem: CanonicalProblem, path: str, *, device_type: str | N
         plain = strided + _fused_scratch(problem, size, device_type)
         careful = strided + _isolated_scratch(problem, size, device_type)
         if "logsumexp" in sizes and problem.query.dtype != problem.compute_dtype:
-            plain = max(plain, _manual_scratch(problem, is_careful=False))
-            careful = max(careful, _manual_scratch(problem, is_careful=True))
+            # By the manual kernel, which is asked for nothing else.
+            plain = max(plain, _manual_scratch(replace(problem, outputs=("logsumexp",)), is_careful=False))
     else:
         plain, careful = (
             _blocked_scratch(problem, device_type, is_careful=is_careful)
@@ -197,19 +197,17 @@ def _fused_block(problem: CanonicalProblem, size: Cut, device_type: str, *, is_p
         turned = rows * (dims.head_dim + dims.head_dim_v) * itemsize + rows * wide
         return tile + answer + turned + (size.rows + dims.seq_len_kv) * (3 * torch.int64.itemsize + itemsize)
     by_item, by_head = problem.masks_apart
-    pairs = (
-        (size.items if by_item else 1)
-        * (size.heads if by_head else 1)
-        * (size.rows if _masks_by_row(problem) else 1)
-        * dims.seq_len_kv
-    )
-    if problem.bias is not None or "logsumexp" in problem.outputs:
+    places = (size.items if by_item else 1) * (size.heads if by_head else 1)
+    places *= size.rows if _masks_by_row(problem) else 1
+    pairs, booleans = places * dims.seq_len_kv, places * (dims.seq_len_kv if _masks_by_key(problem) else 1)
+    gives_logsumexp = "logsumexp" in problem.outputs and not asks_manual_besides(problem, device_type=device_type)
+    if problem.bias is not None or gives_logsumexp:
         # The mask as booleans and their negation, and as numbers; a bias of few axes in the dtype of these.
         bias = problem.bias
         copied = 0 if bias is None or bias.dtype == problem.query.dtype else _numbers_of_block(bias, size)
-        return tile + answer + pairs * (2 + itemsize) + (copied < pairs) * copied * itemsize
+        return tile + answer + booleans + pairs * (1 + itemsize) + (copied < pairs) * copied * itemsize
     # Two masks of booleans being combined, or one and SDPA's own copy of it in numbers.
-    return tile + answer + pairs * max(3, 1 + itemsize)
+    return tile + answer + max(3 * booleans, booleans + pairs * itemsize)
 
 
 def _masks_by_row(problem: CanonicalProblem) -> bool:
@@ -221,6 +219,18 @@ def _masks_by_row(problem: CanonicalProblem) -> bool:
         or problem.window_right is not None
         or problem.query_lengths is not None
         or any(mask.shape[2] > 1 for mask in masks)
+    )
+
+
+def _masks_by_key(problem: CanonicalProblem) -> bool:
+    """Whether it differs between keys."""
+    masks = (m for m in (problem.allow_mask, problem.block_mask, problem.bias) if m is not None)
+    return (
+        problem.causal
+        or problem.window_left is not None
+        or problem.window_right is not None
+        or problem.key_lengths is not None
+        or any(mask.shape[3] > 1 for mask in masks)
     )
 
 
@@ -467,13 +477,19 @@ def _sweep_scratch(problem: CanonicalProblem, sweep: blocked.Sweep, *, is_carefu
     # Logits and weights, and which pairs are forbidden.
     held = pairs * (2 * wide + (not problem.forbids_nothing))
     keys = size.items * -(-size.heads // dims.group_size) * dims.seq_len_kv
-    held += keys * dims.head_dim * wide * blocked.copies(problem, problem.key)
+    # One head of several items is no run of memory.
+    is_picked = sweep.heads is not None and size.items > 1
+    of_keys, of_values = (
+        blocked.copies(problem, tensor) or (is_picked and dims.num_kv_heads > 1)
+        for tensor in (problem.key, problem.value)
+    )
+    held += keys * dims.head_dim * wide * of_keys
     cleaned = 0
     if "context" in sweep.names:
         values = keys * dims.head_dim_v
         # Without hazards in pieces: these with and without, and what is beyond the limit.
         cleaned = min(values, blocked.CLEANED_AT_ONCE) * (3 * itemsize + 1)
-        if blocked.copies(problem, problem.value):
+        if of_values:
             held += values * wide
         elif values > pairs:
             # They fit into no buffer of the block.
@@ -481,7 +497,7 @@ def _sweep_scratch(problem: CanonicalProblem, sweep: blocked.Sweep, *, is_carefu
     run = even(dims.seq_len_kv, max(1, blocked.TILE_PAIRS // num_rows))
     tile = replace(problem, dims=replace(dims, seq_len_kv=run))
     masks, booleans, making = _masks_of_block(tile, size, lists_rows=lists_rows)
-    is_apart = half or not problem.query.is_contiguous() or (size.rows < dims.seq_len_q and lines > 1)
+    is_apart = is_picked or not problem.query.is_contiguous() or (size.rows < dims.seq_len_q and lines > 1)
     is_apart |= bool(min(dims.seq_len_q, size.rows) * dims.head_dim * itemsize % ALIGNMENT_BYTES)
     query = num_rows * dims.head_dim * (lists_rows * itemsize + (half or (is_apart and not lists_rows)) * wide)
     steps = [query + max(making, booleans + masks, _beside_logits(tile, size, 0, lists_rows=lists_rows))]

@@ -212,8 +212,8 @@ def layer_cost(problem: LayerProblem, canonical: CanonicalProblem, inside: Cost)
             count = numbers[name] * storage.itemsize
         outputs += count
     if storage != arithmetic and "top_keys" in numbers:
-        # Two sorts: the keys compared with, sorted keys and places, what was gathered; the same once more.
-        held.pass_through(numbers["top_keys"] * 2 * (3 * torch.int64.itemsize + 2 * storage.itemsize))
+        # Places by key and by weight, the keys compared with or gathered, and sorted; weights gathered and sorted.
+        held.pass_through(numbers["top_keys"] * (4 * torch.int64.itemsize + 3 * storage.itemsize))
     between = sum(operands.values()) + dims.output.rows * dims.output.width_in
     return Cost(
         flops=flops,

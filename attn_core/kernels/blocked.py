@@ -30,6 +30,8 @@ MOST_PAIRS = 2**22
 """BLAS takes half as long again for each of fewer rows. So where keys are many a block may have so many pairs."""
 BLOCK_FLOPS = {torch.float32: 2**31, torch.float64: 2**30}
 """And no block takes more, where heads are wide: 20 to 45 ms of one core."""
+BLOCK_VALUE_NUMBERS = 2**19
+"""And a block of several heads has no more, where these are more than its pairs: without hazards they are copied."""
 TILE_PAIRS = 2**19
 """So many logits are made at once, and bias, distances and masks for them."""
 CLEANED_AT_ONCE = 2**15
@@ -59,6 +61,9 @@ class Sweep:
             dims = replace(dims, num_heads=1, num_kv_heads=1)
         num_keys = max(1, dims.seq_len_kv)
         rows = max(pairs // num_keys, min(FEW_ROWS, MOST_PAIRS // num_keys), 1)
+        if "context" in self.names and num_rows * dims.group_size < dims.head_dim_v:
+            # Few rows have many values for each pair.
+            pairs = min(pairs, max(1, BLOCK_VALUE_NUMBERS * dims.group_size * num_rows // dims.head_dim_v))
         return replace(cut_heads_first(dims, pairs), rows=even(num_rows, rows))
 
     def parts(self, dims: Dims, size: Cut) -> Iterator[tuple[slice, slice, slice]]:
