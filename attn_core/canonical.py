@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attn_core.cut import runs
 from attn_core.errors import Checkpoint, Fault, InvalidProblem, never_abandoned
 from attn_core.maths.heads import merge_heads, split_heads
 from attn_core.maths.masks import allowed_pairs, key_positions, query_positions, rows_of
@@ -20,7 +21,7 @@ from attn_core.numerics import compute_dtype
 from attn_core.problem import AttentionOptions, AttentionProblem, Dims
 from attn_core.validate import dims_of
 
-MASK_BLOCK_PAIRS = 2**22
+MASK_BLOCK_PAIRS = 2**18
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,10 +115,13 @@ class CanonicalProblem:
         """p(i) of the listed queries, ``[1 or batch, 1, rows, 1]``."""
         return query_positions(rows, self.query_offset)
 
-    def allowed(self, rows: Tensor) -> Tensor | None:
-        """Which keys the listed queries may attend; None when all."""
-        whole = rows.numel() == self.dims.seq_len_q
-        at = slice(None) if whole and self.select_rows is None else rows
+    def allowed(self, rows: Tensor | slice) -> Tensor | None:
+        """Which keys the listed queries, or a run of them, may attend; None when all."""
+        at = rows
+        if isinstance(rows, slice):
+            rows = torch.arange(rows.start, rows.stop, device=self.device)
+        elif rows.numel() == self.dims.seq_len_q and self.select_rows is None:
+            at = slice(None)
         return allowed_pairs(
             rows=rows,
             seq_len_kv=self.dims.seq_len_kv,
@@ -180,12 +184,11 @@ class CanonicalProblem:
             select_rows=self.select_rows if dims.seq_len_q == rows.stop - rows.start else None,
         )
 
-    def row_blocks(self, pairs_per_block: int) -> list[Tensor]:
+    def row_blocks(self, pairs_per_block: int) -> list[slice]:
         """All rows, cut so that a block has about ``pairs_per_block`` pairs; depends on the problem alone."""
         dims = self.dims
         per_row = max(1, dims.batch * dims.num_heads * dims.seq_len_kv)
-        every, size = self.all_rows(), max(1, pairs_per_block // per_row)
-        return [every[start : start + size] for start in range(0, every.numel(), size)]
+        return list(runs(dims.seq_len_q, max(1, pairs_per_block // per_row)))
 
     def empty_rows(self, checkpoint: Checkpoint = never_abandoned) -> Tensor:
         """Which rows may attend no key, padded queries not counted: bool ``[batch, num_heads, seq_len_q]``.
@@ -202,7 +205,7 @@ class CanonicalProblem:
                 allowed = self.allowed(block)
                 assert allowed is not None
                 part = ~allowed.any(dim=-1)
-                parts.append(part.expand(dims.batch, dims.num_heads, block.numel()))
+                parts.append(part.expand(dims.batch, dims.num_heads, block.stop - block.start))
             empty = torch.cat(parts, dim=-1)
         else:
             # The keys of a row are one run: it is empty when it ends before it begins.

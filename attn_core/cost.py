@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,9 +11,8 @@ from torch import Tensor
 from attn_core.canonical import MASK_BLOCK_PAIRS, CanonicalProblem
 from attn_core.cut import Cut, even
 from attn_core.hazards import COPIED_AT_ONCE, PAIRS_PER_BLOCK
-from attn_core.kernels import asks_manual_besides, backward, blocked, fused, isolated, manual, outputs_by_fused
+from attn_core.kernels import asks_manual_besides, blocked, fused, isolated, manual, outputs_by_fused
 from attn_core.kernels.output import named_outputs, output_dtype, output_shape
-from attn_core.maths import gradients as backward_maths
 from attn_core.maths.context import PAIRS_AT_ONCE
 from attn_core.numerics import compute_dtype
 from attn_core.placement import ALIGNMENT_BYTES
@@ -61,9 +59,11 @@ def attention_flops(problem: CanonicalProblem) -> int:
     return 2 * dims.num_pairs * (dims.head_dim + dims.head_dim_v)
 
 
-def attention_cost(problem: CanonicalProblem, path: str, *, device_type: str | None = None) -> Cost:
+def attention_cost(
+    problem: CanonicalProblem, path: str, *, refuses_empty_rows: bool = False, device_type: str | None = None
+) -> Cost:
     """The cost of a canonical problem on one of the kernels, on a device that its tensors may still travel to."""
-    inputs = _input_bytes(problem)
+    inputs = input_bytes(problem)
     sizes = {name: _output_bytes(problem, name) for name in named_outputs(problem)}
     outputs = sum(sizes.values())
     if path == "fused":
@@ -88,10 +88,12 @@ def attention_cost(problem: CanonicalProblem, path: str, *, device_type: str | N
         if not problem.query.is_contiguous():
             # The caller's layout is made in the end.
             plain = max(plain, sizes.get("context", 0))
+    if refuses_empty_rows:
+        plain = max(plain, search_scratch(problem))
     # What huge or non-finite numbers take is counted at once where it is little beside what is held anyhow.
     scratch = max(plain, min(careful, max((inputs + outputs) // SPARE_SHARE, SPARE_FROM_BYTES)))
     spare = max(careful - scratch, 0)
-    scratch += _vector_bytes(problem)
+    scratch += vector_bytes(problem)
     return Cost(
         flops=attention_flops(problem),
         bytes_moved=inputs + outputs,
@@ -148,7 +150,7 @@ def _sum_block(problem: WeightedSumProblem) -> int:
     return max(copied + context - num_rows * width * itemsize, context * half)
 
 
-def _input_bytes(problem: CanonicalProblem) -> int:
+def input_bytes(problem: CanonicalProblem) -> int:
     masks = (m for m in (problem.allow_mask, problem.block_mask, problem.bias) if m is not None)
     return _operand_bytes(problem) + sum(mask.nbytes for mask in masks)
 
@@ -158,7 +160,7 @@ def _operand_bytes(problem: CanonicalProblem) -> int:
     return sum(tensor.nbytes for tensor in operands)
 
 
-def _vector_bytes(problem: CanonicalProblem) -> int:
+def vector_bytes(problem: CanonicalProblem) -> int:
     """Places of queries and keys, a few versions of each at once, and marks and sums of each row."""
     dims = problem.dims
     items = dims.batch if problem.is_ragged else 1
@@ -198,7 +200,7 @@ def _fused_block(problem: CanonicalProblem, size: Cut, device_type: str, *, is_p
         return tile + answer + turned + (size.rows + dims.seq_len_kv) * (3 * torch.int64.itemsize + itemsize)
     by_item, by_head = problem.masks_apart
     places = (size.items if by_item else 1) * (size.heads if by_head else 1)
-    places *= size.rows if _masks_by_row(problem) else 1
+    places *= size.rows if masks_by_row(problem) else 1
     pairs, booleans = places * dims.seq_len_kv, places * (dims.seq_len_kv if _masks_by_key(problem) else 1)
     gives_logsumexp = "logsumexp" in problem.outputs and not asks_manual_besides(problem, device_type=device_type)
     if problem.bias is not None or gives_logsumexp:
@@ -210,7 +212,7 @@ def _fused_block(problem: CanonicalProblem, size: Cut, device_type: str, *, is_p
     return tile + answer + max(3 * booleans, booleans + pairs * itemsize)
 
 
-def _masks_by_row(problem: CanonicalProblem) -> bool:
+def masks_by_row(problem: CanonicalProblem) -> bool:
     """Whether the mask differs between queries."""
     masks = (m for m in (problem.allow_mask, problem.block_mask, problem.bias) if m is not None)
     return (
@@ -327,7 +329,7 @@ def _masks_of_block(problem: CanonicalProblem, size: Cut, *, lists_rows: bool) -
         return 0, 0, 0
     by_item, by_head = problem.masks_apart
     places = (size.items if by_item else 1) * (size.heads if by_head else 1)
-    pairs = places * (size.rows if _masks_by_row(problem) else 1) * problem.dims.seq_len_kv
+    pairs = places * (size.rows if masks_by_row(problem) else 1) * problem.dims.seq_len_kv
     of_distance = (problem.causal, problem.window_left is not None, problem.window_right is not None)
     given = [tensor for tensor in (problem.allow_mask, problem.block_mask, problem.bias) if tensor is not None]
     num_rules = sum(of_distance) + (problem.key_lengths is not None) + (problem.query_lengths is not None) + len(given)
@@ -355,8 +357,7 @@ def _empty_rows_scratch(problem: CanonicalProblem) -> int:
     if not problem.has_pair_masks or dims.num_pairs == 0:
         return 0
     rows = min(dims.seq_len_q, max(1, MASK_BLOCK_PAIRS * dims.seq_len_q // dims.num_pairs))
-    lists_rows = rows < dims.seq_len_q or problem.select_rows is not None
-    return _masks_of_block(problem, Cut(dims.batch, dims.num_heads, rows), lists_rows=lists_rows)[2]
+    return _masks_of_block(problem, Cut(dims.batch, dims.num_heads, rows), lists_rows=False)[2]
 
 
 def _numbers_of_block(per_pair: Tensor, size: Cut) -> int:
@@ -462,8 +463,7 @@ def _exact_scratch(problem: CanonicalProblem) -> int:
     outputs = sum(_output_bytes(replace(asked, dims=dims), name) for name in named_outputs(asked))
     # Of a head at a time both what was there and what is chosen from them.
     chosen = dims.batch * dims.seq_len_q * dims.seq_len_kv * (itemsize + 2 * wide) * ("weights" in names)
-    # Those of the block before are there until its own are.
-    return 2 * outputs + max(_manual_block(asked, size), chosen)
+    return outputs + max(_manual_block(asked, size), chosen)
 
 
 def _sweep_scratch(problem: CanonicalProblem, sweep: blocked.Sweep, *, is_careful: bool) -> int:
@@ -532,134 +532,17 @@ def _ranking_scratch(problem: CanonicalProblem, num_rows: int) -> int:
     return kept + at_once * (max(first, width * each) + count * 4 * index)
 
 
-GRADIENT_PASSES = 16
-"""About how often a backward pass goes over the pairs besides its five products."""
-
-
-def gradients_cost(
-    problem: CanonicalProblem,
-    asked: Collection[str],
-    *,
-    grad_bytes: int,
-    sinks_bytes: int,
-    is_self_attention: bool,
-    refuses_empty_rows: bool = False,
-    device_type: str | None = None,
-) -> Cost:
-    """The cost of a backward pass; ``grad_bytes`` are those of the gradients that came in, ``sinks_bytes`` those of
-    the sinks as they came, in whose dtype their gradient leaves. Both paths are one kernel.
-
-    flops 2 B H T S (3 D + 2 V): five whole products, nothing off for masks or for what is not asked.
-    """
-    dims = problem.dims
-    inputs = _input_bytes(problem) + grad_bytes
-    outputs = sum(sinks_bytes if name == "grad_sinks" else _gradient_bytes(problem, name) for name in asked)
-    device_type = device_type or problem.device.type
-    size = backward.cut(dims, skips_keys=backward.skips_keys(problem), device_type=device_type)
-    scratch = outputs + _backward_block(problem, size, asked, is_self_attention=is_self_attention)
-    if "grad_bias" in asked and backward.sums_bias_apart(problem):
-        assert problem.bias is not None
-        scratch += problem.bias.numel() * backward.bias_sum_dtype(problem).itemsize
-    # Marks of rows, and which of them are padding.
-    scratch += 3 * dims.num_rows + (0 if problem.query_lengths is None else torch.int64.itemsize * dims.seq_len_q)
-    if refuses_empty_rows:
-        scratch = max(scratch, _search_scratch(problem))
-    passes = GRADIENT_PASSES + MASK_PASSES * (not problem.forbids_nothing)
-    passes += MASK_PASSES * ((problem.softcap is not None) + (problem.alibi_slopes is not None))
-    passes *= 4 if problem.compute_dtype == torch.float64 else 1
-    return Cost(
-        flops=2 * dims.num_pairs * (3 * dims.head_dim + 2 * dims.head_dim_v),
-        bytes_moved=inputs + outputs,
-        peak_bytes=inputs + scratch + FIXED_BYTES,
-        output_bytes=outputs,
-        pair_passes=passes * dims.num_pairs,
-    )
-
-
-def _gradient_bytes(problem: CanonicalProblem, name: str) -> int:
-    dims, wide = problem.dims, problem.compute_dtype.itemsize
-    match name:
-        case "grad_query":
-            return problem.query.nbytes
-        case "grad_key":
-            return problem.key.nbytes
-        case "grad_value":
-            return problem.value.nbytes
-        case "grad_bias":
-            return 0 if problem.bias is None else problem.bias.nbytes
-        case _:
-            return dims.num_pairs * wide
-
-
-def _search_scratch(problem: CanonicalProblem) -> int:
+def search_scratch(problem: CanonicalProblem) -> int:
     """What the search for empty rows takes."""
     dims, marks = problem.dims, 2 * problem.dims.num_rows
     if not problem.has_pair_masks:
-        return marks + _vector_bytes(problem)
+        return marks + vector_bytes(problem)
     rows = min(dims.seq_len_q, max(1, MASK_BLOCK_PAIRS // max(1, dims.batch * dims.num_heads * dims.seq_len_kv)))
-    return marks + _vector_bytes(problem) + 4 * _masked_pairs(problem, Cut(dims.batch, dims.num_heads, rows))
+    return marks + vector_bytes(problem) + 4 * masked_pairs(problem, Cut(dims.batch, dims.num_heads, rows))
 
 
-def _masked_pairs(problem: CanonicalProblem, size: Cut, num_keys: int | None = None) -> int:
+def masked_pairs(problem: CanonicalProblem, size: Cut, num_keys: int | None = None) -> int:
     """How many booleans tell what is forbidden in a block."""
     by_item, by_head = problem.masks_apart
     pairs = (size.items if by_item else 1) * (size.heads if by_head else 1)
-    return pairs * (size.rows if _masks_by_row(problem) else 1) * (num_keys or problem.dims.seq_len_kv)
-
-
-def _numbers_within(per_pair: Tensor, size: Cut, num_keys: int) -> int:
-    """How many numbers of a mask or bias of rank 4 belong to a block."""
-    axes = zip(per_pair.shape, (size.items, size.heads, size.rows, num_keys), strict=True)
-    return math.prod(min(own, most) for own, most in axes)
-
-
-def _backward_block(problem: CanonicalProblem, size: Cut, asked: Collection[str], *, is_self_attention: bool) -> int:
-    """What the backward kernel takes for one block, and for the keys that it adds to."""
-    dims, wide = problem.dims, problem.compute_dtype.itemsize
-    rows = size.items * size.heads * size.rows
-    seen = backward.most_seen(problem, size)
-    pairs = rows * seen
-    keys = size.items * -(-size.heads // dims.group_size) * dims.seq_len_kv
-    widths, widest = dims.head_dim + dims.head_dim_v, max(dims.head_dim, dims.head_dim_v)
-    # Of keys: what they get, summed; copies in another form; which are not finite.
-    summed = {"grad_key": dims.head_dim, "grad_value": dims.head_dim_v}
-    if is_self_attention:
-        summed = {"grad_query": dims.head_dim}
-    operands = [problem.key] if is_self_attention else [problem.key, problem.value]
-    copied = sum(tensor.shape[3] for tensor in operands if backward.is_copied(tensor, problem, size))
-    held = keys * ((sum(width for name, width in summed.items() if name in asked) + copied) * wide + 1)
-    # Logits, which gradients take the place of, and weights; tanh.
-    held += pairs * wide * (2 + (problem.softcap is not None))
-    # Of rows: copies in another form, copies without what is not finite, and the query's gradient.
-    forms = 1 + backward.is_copied(problem.query, problem, size)
-    held += rows * (forms * widths + ("grad_query" in asked) * dims.head_dim) * wide
-    if "grad_query" in asked:
-        # A copy of some keys without what is not finite.
-        of_a_key = dims.head_dim * wide
-        held += min(keys * of_a_key, max(backward.KEY_BYTES_AT_ONCE, backward.KEY_MULTIPLE * of_a_key))
-    # One after the other. Products of pairs that are summed by rows; what infinite numbers add to some sums.
-    few = max(backward_maths.MARKED_AT_ONCE, backward.SUMS_AT_ONCE, widest)
-    of_infinite = min(pairs, few) * (wide + 4) + min(keys * widest, few) * (wide + 3)
-    of_infinite += max(backward.SUMS_AT_ONCE, widest) * (2 * wide + 5)
-    steps = [max(backward_maths.PAIRS_AT_ONCE, backward_maths.LEAST_ROWS * seen) * wide]
-    runs = backward.shifted_runs(size.items, size.heads, size.rows, seen)
-    shifted = replace(size, rows=max((run.stop - run.start for run in runs), default=0))
-    if not problem.forbids_nothing:
-        # Booleans, as bits too.
-        masked = _masked_pairs(problem, size, seen)
-        held += masked * (1 + wide)
-        of_infinite += pairs
-        steps.append(_masked_pairs(problem, shifted, seen) * wide + 3 * seen * torch.int64.itemsize)
-    if problem.alibi_slopes is not None:
-        # Distances are whole numbers first, one for all heads.
-        places = (size.items if problem.is_ragged else 1) * shifted.rows * seen
-        steps.append(places * max(2 * torch.int64.itemsize, wide * (1 + size.heads)) + 3 * seen * torch.int64.itemsize)
-    if (bias := problem.bias) is not None:
-        if bias.dtype != problem.compute_dtype:
-            steps.append(_numbers_within(bias, shifted, seen) * wide)
-        if "grad_bias" in asked:
-            # The sums of a block, and these in the dtype of all.
-            exact = backward.bias_sum_dtype(problem)
-            of_number = wide + (exact != problem.compute_dtype and backward.adds_to_bias(problem)) * exact.itemsize
-            steps.append(_numbers_within(bias, size, seen) * of_number)
-    return held + max(*steps, of_infinite)
+    return pairs * (size.rows if masks_by_row(problem) else 1) * (num_keys or problem.dims.seq_len_kv)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from attn_core.canonical import CanonicalProblem, canonicalize
-from attn_core.cost import FIXED_BYTES, Cost, gradients_cost
+from attn_core.cost import FIXED_BYTES, Cost
 from attn_core.cut import Cut, cut_heads_first, even
+from attn_core.gradients_cost import gradients_cost
 from attn_core.kernels.output import named_outputs, output_dtype, output_shape
 from attn_core.numerics import compute_dtype
 from attn_core.problem import (

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from attn_core.canonical import CanonicalProblem, canonicalize
-from attn_core.cost import FIXED_BYTES, Cost, attention_cost, gradients_cost, weighted_sum_cost
+from attn_core.cost import FIXED_BYTES, Cost, attention_cost, weighted_sum_cost
 from attn_core.errors import Fault, InvalidProblem
+from attn_core.gradients_cost import gradients_cost
 from attn_core.kernels import choose_path, fused
 from attn_core.layer_cost import (
     attention_inside,
@@ -136,7 +137,9 @@ def _prepare(problem: Problem, device_type: str) -> Prepared:
         return replace(found, cost=with_verification(found.cost, problem))
     canonical = canonicalize(problem)
     path, why = choose_path(canonical, problem.options.path, device_type=device_type)
-    cost = with_verification(attention_cost(canonical, path, device_type=device_type), problem)
+    refuses_empty_rows = problem.options.empty_rows == "error"
+    cost = attention_cost(canonical, path, refuses_empty_rows=refuses_empty_rows, device_type=device_type)
+    cost = with_verification(cost, problem)
     plain = _plain_form(problem, canonical, path, why, cost) if device_type == "cpu" else None
     return Prepared(problem, path, why, cost, canonical, plain)
 

@@ -117,6 +117,8 @@ def attend(
         if output.empty is not None:
             empty = torch.zeros_like(touched) if empty is None else empty
             empty[items, heads] = output.empty
+        # The old answer goes before a new one comes.
+        del output, found
     return KernelOutput(outputs=outputs, empty=empty, nonfinite=nonfinite)
 
 
@@ -146,6 +148,8 @@ def _put_exact(
         for name, found in outputs.items():
             target = found[items, heads, rows]
             target.copy_(torch.where(own if name == "logsumexp" else own.unsqueeze(-1), exact.outputs[name], target))
+        # That of this block goes before the next one's comes.
+        del exact
     return nonfinite
 
 
@@ -231,6 +235,8 @@ def _put_exact_in_blocks(
                 target = found[items, place][:, to_rows]
                 marks = marks.view(*marks.shape, *(1,) * (target.ndim - marks.ndim))
                 found[items, place, to_rows] = torch.where(marks, exact.outputs[name][:, at][:, of_rows], target)
+        # That of this block goes before the next one's comes.
+        del exact
     return nonfinite
 
 

@@ -75,7 +75,7 @@ def test_peak_with_numbers_that_are_not_finite_is_not_above_the_estimate(axes: s
 
 def test_peak_of_every_output_of_a_large_problem_is_not_above_the_estimate() -> None:
     problem = make_problem(batch=1, num_heads=2, seq_len_q=1500, seq_len_kv=1500, head_dim=32, outputs=OUTPUTS, top_k=3)
-    assert prepare(problem, device_type="cpu").cost.peak_bytes > 64 * MIB
+    assert prepare(problem, device_type="cpu").cost.peak_bytes > 50 * MIB
     assert_holds(problem)
 
 
