@@ -10,7 +10,7 @@ import pytest
 
 import attn_core.errors
 import service.errors
-from attn_core.errors import Abandoned, AttentionError, InvalidProblem, TooLarge
+from attn_core.errors import Abandoned, AttentionError, InvalidProblem, NeedsSpare, TooLarge
 from service.errors import (
     REFUSAL_REASONS,
     AlreadyExists,
@@ -33,8 +33,8 @@ from service.errors import (
 from service.failures import FAILURES, INTERNAL, failure_of
 
 BASES = {AttentionError, ServiceError}
-INSIDE = {Abandoned}
-"""What no caller is ever told: nobody waits, or the batcher says DeadlinePassed instead."""
+INSIDE = {Abandoned, NeedsSpare}
+"""What no caller is ever told: nobody waits, the batcher says DeadlinePassed instead, or memory is asked for first."""
 CONTRACT = {
     Malformed: (400, "malformed", 400, "INVALID_ARGUMENT"),
     Unauthenticated: (401, "unauthenticated", 401, "UNAUTHENTICATED"),
@@ -98,7 +98,7 @@ def test_only_what_load_and_starting_refuse_may_be_tried_again() -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [ValueError("x"), KeyError(), AttentionError(), ServiceError("x"), SystemExit(1), *(kind() for kind in INSIDE)],
+    [ValueError("x"), KeyError(), AttentionError(), ServiceError("x"), SystemExit(1), *map(blank, INSIDE)],
 )
 def test_anything_unknown_is_a_mistake_of_the_server(error: BaseException) -> None:
     assert failure_of(error) is INTERNAL
