@@ -6,7 +6,8 @@ Made once, used by whoever admits the problem and by the engine that computes it
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -106,9 +107,41 @@ class PlainForm:
     cost: Cost
 
 
-def prepare(problem: Problem, *, device_type: str) -> Prepared:
-    """Decide what metadata and addresses decide. Raises: InvalidProblem when the asked path cannot serve it."""
-    found = _prepare(problem, device_type)
+class KnownForms:
+    """What was decided about attentions of forms seen before: kernel, why, cost. Without their numbers, and bounded.
+
+    For use from one thread.
+    """
+
+    def __init__(self, *, max_forms: int = 4096) -> None:
+        self._max_forms = max_forms
+        self._found: dict[tuple[object, ...], tuple[str, str, Cost]] = {}
+
+    def of(
+        self, problem: CanonicalProblem, decide: Callable[[], tuple[str, str, Cost]], *asked: object
+    ) -> tuple[str, str, Cost]:
+        """What ``decide`` gives, which depends on the problem's metadata and on ``asked`` alone."""
+        form = (problem.key is problem.query, *asked, *(_metadata(getattr(problem, name)) for name in _FIELDS))
+        if (found := self._found.get(form)) is None:
+            if len(self._found) >= self._max_forms:
+                self._found.clear()
+            found = self._found[form] = decide()
+        return found
+
+
+_FIELDS = tuple(field.name for field in fields(CanonicalProblem))
+
+
+def _metadata(value: object) -> object:
+    return (value.dtype, value.shape, value.stride()) if isinstance(value, Tensor) else value
+
+
+def prepare(problem: Problem, *, device_type: str, known: KnownForms | None = None) -> Prepared:
+    """Decide what metadata and addresses decide, or look it up among the ``known``.
+
+    Raises: InvalidProblem when the asked path cannot serve it.
+    """
+    found = _prepare(problem, device_type, known)
     copied = _bytes_copied_first(problem) if device_type == "cpu" else 0
     if copied <= FIXED_BYTES // 16:
         return found
@@ -127,7 +160,7 @@ def _bytes_copied_first(problem: Problem) -> int:
     )
 
 
-def _prepare(problem: Problem, device_type: str) -> Prepared:
+def _prepare(problem: Problem, device_type: str, known: KnownForms | None = None) -> Prepared:
     if isinstance(problem, WeightedSumProblem):
         return Prepared(problem, "manual", "weights given", weighted_sum_cost(problem))
     if isinstance(problem, GradientsProblem):
@@ -136,9 +169,14 @@ def _prepare(problem: Problem, device_type: str) -> Prepared:
         found = _prepare_layer(problem, device_type)
         return replace(found, cost=with_verification(found.cost, problem))
     canonical = canonicalize(problem)
-    path, why = choose_path(canonical, problem.options.path, device_type=device_type)
-    refuses_empty_rows = problem.options.empty_rows == "error"
-    cost = attention_cost(canonical, path, refuses_empty_rows=refuses_empty_rows, device_type=device_type)
+    asked, refuses_empty_rows = problem.options.path, problem.options.empty_rows == "error"
+
+    def decide() -> tuple[str, str, Cost]:
+        path, why = choose_path(canonical, asked, device_type=device_type)
+        cost = attention_cost(canonical, path, refuses_empty_rows=refuses_empty_rows, device_type=device_type)
+        return path, why, cost
+
+    path, why, cost = decide() if known is None else known.of(canonical, decide, asked, refuses_empty_rows, device_type)
     cost = with_verification(cost, problem)
     plain = _plain_form(problem, canonical, path, why, cost) if device_type == "cpu" else None
     return Prepared(problem, path, why, cost, canonical, plain)

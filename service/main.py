@@ -24,7 +24,7 @@ import uvloop
 from uvicorn.server import ServerState
 
 from attn_core.engine import Engine
-from attn_core.prepared import prepare
+from attn_core.prepared import KnownForms, prepare
 from service import host as machine
 from service.admission import UNASKED_BYTES, Admission
 from service.attend import Attend
@@ -271,7 +271,7 @@ def compose(
         admission=admission,
         queue=queue,
         pace=pace,
-        prepare=functools.partial(prepare, device_type=device.type),
+        prepare=functools.partial(prepare, device_type=device.type, known=KnownForms()),
         engine=None if make_loop_engine is None else make_loop_engine(),
     )
     limits = RestLimits(

@@ -18,7 +18,7 @@ from attn_core.cost import attention_cost, weighted_sum_cost
 from attn_core.hazards import find_hazards
 from attn_core.kernels import choose_path, fused
 from attn_core.placement import ALIGNMENT_BYTES
-from attn_core.prepared import PlainForm, prepare
+from attn_core.prepared import KnownForms, PlainForm, prepare
 from tests.support.factory import DTYPES, features, make_problem, make_tensor, with_tensors
 
 SQUARE: dict[str, Any] = {"seq_len_q": 7, "seq_len_kv": 7}
@@ -336,3 +336,40 @@ def test_a_problem_runs_the_same_prepared_or_not() -> None:
     assert isinstance(first, AttentionResult) and isinstance(second, AttentionResult)
     for name, tensor in first.outputs.items():
         assert torch.equal(tensor, second.outputs[name])
+
+
+# Known forms
+
+
+@pytest.mark.parametrize("feature", features())
+@pytest.mark.parametrize("outputs", [("context",), ("weights", "logsumexp")])
+def test_known_form_decides_what_the_problem_itself_would(feature: str, outputs: tuple[str, ...]) -> None:
+    tensors, options = features()[feature]
+    known = KnownForms()
+    for seed in range(3):
+        problem = make_problem(seed=seed, tensors=tensors, outputs=outputs, **options)
+        own, looked_up = prepare(problem, device_type="cpu"), prepare(problem, device_type="cpu", known=known)
+        assert (own.path, own.why, own.cost) == (looked_up.path, looked_up.why, looked_up.cost)
+        assert looked_up.problem is problem and looked_up.canonical is not None
+        assert looked_up.canonical.query.data_ptr() == problem.query.data_ptr()
+
+
+def test_forms_that_differ_in_anything_are_told_apart_and_no_more_are_kept_than_allowed() -> None:
+    known = KnownForms(max_forms=3)
+    cases: list[dict[str, Any]] = [
+        {}, {"dtype": torch.float64}, {"layout": "bthd"}, {"self_attention": True, **SQUARE}, SQUARE,
+        {"path": "manual"}, {"empty_rows": "error"}, {"scale": -1.0, "causal": "upper_left", "seq_len_kv": 5},
+        {"causal": "upper_left", "seq_len_kv": 5}, {"outputs": ("entropy",)}, {"num_kv_heads": 1},
+    ]  # fmt: skip
+    for case in [*cases, *cases[::-1], *cases]:
+        problem = make_problem(**case)
+        own, looked_up = prepare(problem, device_type="cpu"), prepare(problem, device_type="cpu", known=known)
+        assert (own.path, own.why, own.cost) == (looked_up.path, looked_up.why, looked_up.cost), case
+        assert len(known._found) <= 3
+
+
+def test_refused_path_is_refused_each_time() -> None:
+    known, problem = KnownForms(), make_problem(path="fused", outputs=("weights",))
+    for _ in range(2):
+        with pytest.raises(InvalidProblem):
+            prepare(problem, device_type="cpu", known=known)
