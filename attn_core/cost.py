@@ -85,15 +85,17 @@ def attention_cost(
         if _leaves_rows(problem, path, device_type):
             # Those that were not computed are looked at for empty ones.
             plain = max(plain, _empty_rows_scratch(problem))
-        if not problem.query.is_contiguous():
-            # The caller's layout is made in the end.
-            plain = max(plain, sizes.get("context", 0))
+    if not problem.query.is_contiguous():
+        # The caller's layout is made in the end.
+        plain = max(plain, sizes.get("context", 0))
     if refuses_empty_rows:
         plain = max(plain, search_scratch(problem))
+    # Marks and sums of each row besides.
+    plain += vector_bytes(problem)
+    careful += vector_bytes(problem) + problem.dims.num_rows * (problem.compute_dtype.itemsize + 4)
     # What huge or non-finite numbers take is counted at once where it is little beside what is held anyhow.
     scratch = max(plain, min(careful, max((inputs + outputs) // SPARE_SHARE, SPARE_FROM_BYTES)))
     spare = max(careful - scratch, 0)
-    scratch += vector_bytes(problem)
     return Cost(
         flops=attention_flops(problem),
         bytes_moved=inputs + outputs,
@@ -161,11 +163,14 @@ def _operand_bytes(problem: CanonicalProblem) -> int:
 
 
 def vector_bytes(problem: CanonicalProblem) -> int:
-    """Places of queries and keys, a few versions of each at once, and marks and sums of each row."""
+    """Where something is forbidden or measured: places of queries and keys, a few versions of each at once, marks of
+    rows."""
+    if problem.forbids_nothing and problem.alibi_slopes is None:
+        return 0
     dims = problem.dims
     items = dims.batch if problem.is_ragged else 1
     places = torch.int64.itemsize * (4 * items * dims.seq_len_q + 2 * dims.seq_len_kv)
-    return places + dims.num_rows * (problem.compute_dtype.itemsize + 6)
+    return places + 2 * dims.num_rows
 
 
 def _output_bytes(problem: CanonicalProblem, name: str) -> int:
@@ -307,8 +312,9 @@ def _manual_block(problem: CanonicalProblem, size: Cut, *, is_whole: bool = True
     if "weight_totals" in found:
         steps.append((("weight_totals",), held + size.items * size.heads * dims.seq_len_kv * wide))
     if "top_weights" in found:
-        # Of the rows ranked at once the sorted values and indices; of all rows those kept.
-        ranked = min(pairs, max(manual.SORTED_PAIRS, dims.seq_len_kv)) * (itemsize * (1 + half) + torch.int64.itemsize)
+        # Of the rows ranked at once the sorted values and indices, of which a sort has two; of all rows those kept.
+        per_pair = itemsize * (1 + half) + 2 * torch.int64.itemsize
+        ranked = min(pairs, max(manual.SORTED_PAIRS, dims.seq_len_kv)) * per_pair
         kept = num_rows * min(problem.top_k or 0, dims.seq_len_kv) * (itemsize + torch.int64.itemsize + 1)
         steps.append((("top_weights", "top_keys"), held + kept + max(ranked, masks * wide)))
     steps.append((("weights",), held + selected))
@@ -329,7 +335,8 @@ def _masks_of_block(problem: CanonicalProblem, size: Cut, *, lists_rows: bool) -
         return 0, 0, 0
     by_item, by_head = problem.masks_apart
     places = (size.items if by_item else 1) * (size.heads if by_head else 1)
-    pairs = places * (size.rows if masks_by_row(problem) else 1) * problem.dims.seq_len_kv
+    places *= size.rows if masks_by_row(problem) else 1
+    pairs = places * (problem.dims.seq_len_kv if _masks_by_key(problem) else 1)
     of_distance = (problem.causal, problem.window_left is not None, problem.window_right is not None)
     given = [tensor for tensor in (problem.allow_mask, problem.block_mask, problem.bias) if tensor is not None]
     num_rules = sum(of_distance) + (problem.key_lengths is not None) + (problem.query_lengths is not None) + len(given)

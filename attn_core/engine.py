@@ -42,7 +42,6 @@ class Engine:
     def __init__(self, *, device: str | torch.device = "cpu", max_threads: int = 1) -> None:
         self.device = torch.device(device)
         self.max_threads = max_threads
-        self._threads = 0
         if self.device.type == "cuda":
             # cuDNN may pick algorithms that give other bits from run to run.
             torch.backends.cuda.enable_cudnn_sdp(False)
@@ -350,9 +349,9 @@ class Engine:
 
     def _use_threads(self, flops: int) -> None:
         threads = self.max_threads if flops >= THREADS_FROM_FLOPS else 1
-        if threads != self._threads:
+        # Of this thread of Python, where another engine may have been before.
+        if threads != torch.get_num_threads():
             torch.set_num_threads(threads)
-            self._threads = threads
 
 
 def _weighted_context_in_blocks(weights: Tensor, value: Tensor, checkpoint: Checkpoint) -> Tensor:
@@ -383,4 +382,5 @@ def _admitted_hazards(problem: CanonicalProblem, cost: Cost, checkpoint: Checkpo
 
 
 def _count(marks: Tensor | None) -> int:
-    return 0 if marks is None else int(marks.sum().item())
+    # A sum of booleans would make a whole number of each first.
+    return 0 if marks is None else int(torch.count_nonzero(marks).item())

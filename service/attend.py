@@ -365,6 +365,9 @@ class Waiting:
     def begin_with_spare(self, deliver: Callable[[Outcome], None]) -> None:
         """Enqueue the problem anew, with the memory that its huge or non-finite numbers take; or deliver why not."""
         first = self._pending
+        if self._queue_timer is not None:
+            # It was begun in time.
+            self._queue_timer.cancel()
         more_bytes = first.prepared.cost.spare_bytes
         self._admission.release_memory(first.needed_bytes)
         needed_bytes = first.needed_bytes + more_bytes

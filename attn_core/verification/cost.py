@@ -30,7 +30,8 @@ PASSES_PER_FLOP = 0.06
 """Products in float64: 2 flops of one pass's time in fifteen."""
 PASSES_PER_NUMBER = 5.0
 """A number brought to float64 or compared."""
-COMPARED_BYTES = 5 * 8 * COMPARED_AT_ONCE
+COMPARED_BYTES = 5 * 8
+"""Of one number that is compared."""
 PAIR_BYTES = 52
 """Of one pair of a block: scores, logits, weights and what is made on the way to them, in float64; marks."""
 RANK_BYTES = 64
@@ -83,9 +84,11 @@ def _backward(pairs: Pairs, names: tuple[str, ...]) -> VerificationCost:
     flops = 2 * ((again + 2) * dims.head_dim + 3 * dims.head_dim_v)
     bias = pairs.bias.numel() if pairs.bias is not None and "grad_bias" in names else 0
     sums = _passes(dims, size, dims.seq_len_q, passes + PASSES_PER_FLOP * flops)
+    keys = dims.batch * dims.num_kv_heads * dims.seq_len_kv
+    compared = (dims.num_rows * dims.head_dim, keys * dims.head_dim, keys * dims.head_dim_v, bias)
     return VerificationCost(
         pair_passes=sums + PASSES_PER_NUMBER * (dims.num_pairs * (bias > 0) + _numbers(dims)),
-        scratch_bytes=_sum_bytes(dims, size) + 8 * bias + max(_block_bytes(pairs, size), COMPARED_BYTES),
+        scratch_bytes=_sum_bytes(dims, size) + 8 * bias + max(_block_bytes(pairs, size), _compared_bytes(*compared)),
     )
 
 
@@ -104,10 +107,14 @@ def _layer(problem: LayerProblem, outputs: tuple[str, ...], gradients: tuple[str
     projected = sum(tokens[name] * widths[name][1] for name in ("query", "key", "value"))
     context = tokens["query"] * dims.num_heads * dims.head_dim_v
     whole = projected + context + tokens["output"] * widths["output"][1]
+    of_gradients = [_gradient_numbers(problem, name) for name in gradients]
     if gradients:
         # A gradient of each, of the context, and of what is asked.
-        whole += projected + context + sum(_gradient_numbers(problem, name) for name in gradients)
-    steps = 8 * (ROWS * INNER + INNER * COLUMNS + 2 * ROWS * COLUMNS) + COMPARED_BYTES
+        whole += projected + context + sum(of_gradients)
+    longest = max(*tokens.values(), *(axis for pair in widths.values() for axis in pair))
+    rows, inner, columns = (min(axis, longest) for axis in (ROWS, INNER, COLUMNS))
+    steps = 8 * (rows * inner + inner * columns + 2 * rows * columns)
+    steps += _compared_bytes(context, *(tokens[name] * widths[name][1] for name in widths), *of_gradients)
     return VerificationCost(
         pair_passes=sum(one.pair_passes for one in found)
         + PASSES_PER_FLOP * 2 * projections * (3 if gradients else 1)
@@ -153,6 +160,11 @@ def _gradient_numbers(problem: LayerProblem, name: str) -> int:
     return 0 if tensor is None else tensor.numel()
 
 
+def _compared_bytes(*numbers: int) -> int:
+    """What comparing takes of tensors of so many numbers, one after the other."""
+    return COMPARED_BYTES * min(COMPARED_AT_ONCE, max(numbers))
+
+
 def _rule_passes(pairs: Pairs) -> float:
     masks = (pairs.allow_mask, pairs.block_mask, pairs.bias, pairs.key_lengths, pairs.query_lengths)
     has_window = pairs.window_left is not None or pairs.window_right is not None
@@ -184,7 +196,9 @@ def _block_bytes(pairs: Pairs, size: Sizes) -> int:
     heads = size.items * size.kv_heads
     block = heads * dims.group_size * size.rows * size.keys
     per_pair = PAIR_BYTES + 8 * (pairs.bias is not None) + 8 * (pairs.slopes is not None)
-    queries = heads * dims.group_size * size.rows * (dims.head_dim + 3 * dims.head_dim_v)
+    # Below each other, too; of the context what is found and its sum, what was got, their difference, and the size of
+    # each number.
+    queries = heads * dims.group_size * size.rows * (2 * dims.head_dim + 6 * dims.head_dim_v)
     # Values that are not finite are there a second time without these.
     keys = heads * size.keys * max(dims.head_dim, 2.4 * dims.head_dim_v)
     return int(block * per_pair + 8 * (queries + keys))

@@ -84,6 +84,8 @@ class Forward:
                     self._pairs, part, self._rows[start : start + self._size.rows], self._size, self._checkpoint
                 )
                 totals = self._block(block, by_name, totals)
+                # The old block goes before a new one comes.
+                del block
             for errors in by_name.values():
                 self._comparison.settle(errors)
             if totals is not None:

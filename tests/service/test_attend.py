@@ -610,6 +610,26 @@ def test_spare_memory_that_is_not_to_be_had_is_told_and_nothing_stays_counted() 
     run(check, allowed_bytes=10 * UNASKED_BYTES)
 
 
+def test_what_was_begun_in_time_and_needs_its_spare_memory_may_wait_once_more() -> None:
+    async def check(bench: Bench) -> None:
+        waiting = bench.attend.begin(
+            lasting(0.1, spare_bytes=500),
+            Deadline.after(TIMEOUT_S, bench.clock),
+            more_bytes=0,
+            deliver=bench.outcomes.append,
+            max_queue_s=0.2,
+        )
+        assert waiting is not None
+        bench.deliver(bench.take()[0], NeedsSpare(500))
+        bench.clock.now += 1.0
+        await next_turn(2)
+        assert not bench.outcomes and not bench.queue.is_empty
+        waiting.end()
+        bench.assert_nothing_is_inside()
+
+    run(check)
+
+
 def test_what_needs_its_spare_memory_at_once_goes_to_the_engines_threads() -> None:
     async def check(bench: Bench, engine: LoopEngine) -> None:
         engine.refusal = NeedsSpare(500)
