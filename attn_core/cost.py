@@ -60,9 +60,17 @@ def attention_flops(problem: CanonicalProblem) -> int:
 
 
 def attention_cost(
-    problem: CanonicalProblem, path: str, *, refuses_empty_rows: bool = False, device_type: str | None = None
+    problem: CanonicalProblem,
+    path: str,
+    *,
+    refuses_empty_rows: bool = False,
+    lies_by_heads: bool = False,
+    device_type: str | None = None,
 ) -> Cost:
-    """The cost of a canonical problem on one of the kernels, on a device that its tensors may still travel to."""
+    """The cost of a canonical problem on one of the kernels, on a device that its tensors may still travel to.
+
+    ``lies_by_heads``: the caller wants the context in the order of heads, whatever the order of the query.
+    """
     inputs = input_bytes(problem)
     sizes = {name: _output_bytes(problem, name) for name in named_outputs(problem)}
     outputs = sum(sizes.values())
@@ -85,8 +93,8 @@ def attention_cost(
         if _leaves_rows(problem, path, device_type):
             # Those that were not computed are looked at for empty ones.
             plain = max(plain, _empty_rows_scratch(problem))
-    if not problem.query.is_contiguous():
-        # The caller's layout is made in the end.
+    if not problem.query.is_contiguous() and (path == "manual" or lies_by_heads):
+        # It lies as the query does, or by heads; the caller's layout is made in the end.
         plain = max(plain, sizes.get("context", 0))
     if refuses_empty_rows:
         plain = max(plain, search_scratch(problem))

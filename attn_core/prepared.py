@@ -170,13 +170,23 @@ def _prepare(problem: Problem, device_type: str, known: KnownForms | None = None
         return replace(found, cost=with_verification(found.cost, problem))
     canonical = canonicalize(problem)
     asked, refuses_empty_rows = problem.options.path, problem.options.empty_rows == "error"
+    lies_by_heads = problem.options.layout == "bhtd"
 
     def decide() -> tuple[str, str, Cost]:
         path, why = choose_path(canonical, asked, device_type=device_type)
-        cost = attention_cost(canonical, path, refuses_empty_rows=refuses_empty_rows, device_type=device_type)
+        cost = attention_cost(
+            canonical,
+            path,
+            refuses_empty_rows=refuses_empty_rows,
+            lies_by_heads=lies_by_heads,
+            device_type=device_type,
+        )
         return path, why, cost
 
-    path, why, cost = decide() if known is None else known.of(canonical, decide, asked, refuses_empty_rows, device_type)
+    if known is None:
+        path, why, cost = decide()
+    else:
+        path, why, cost = known.of(canonical, decide, asked, refuses_empty_rows, lies_by_heads, device_type)
     cost = with_verification(cost, problem)
     plain = _plain_form(problem, canonical, path, why, cost) if device_type == "cpu" else None
     return Prepared(problem, path, why, cost, canonical, plain)
