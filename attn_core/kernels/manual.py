@@ -23,6 +23,7 @@ from attn_core.maths.masks import attends_any, bits_of, fill_forbidden_, rows_of
 from attn_core.maths.scores import logits_from_scores, score_matrix
 from attn_core.maths.softmax import masked_softmax, row_entropy, row_logsumexp
 from attn_core.numerics import SIGNLESS_ZERO, is_within, largest
+from attn_core.placement import empty_in_step
 from attn_core.problem import SELECTABLE_BY_HEAD, SELECTABLE_BY_ROW, Dims
 
 BLOCK_PAIRS = 2**20
@@ -219,11 +220,11 @@ def _context(weights: Tensor, value: Tensor, allowed: Tensor | None, hazards: Ha
 
 
 def _context_of_run(weights: Tensor, value: Tensor, allowed: Tensor | None, hazards: Hazards) -> Tensor:
-    # Lying alike whatever they hold: where something is not finite, a copy of them is multiplied.
+    # Lying alike whatever they hold: where something is not finite, a copy of them in step with them is multiplied.
     value = _in_a_row(value, weights.dtype)
     if not hazards.value or is_within(value, math.inf) or largest(value) < math.inf:
         return weighted_context(weights, value)
-    return weighted_context_of_allowed(weights, value, allowed)
+    return weighted_context_of_allowed(weights, value, allowed, room=empty_in_step(value))
 
 
 def _in_a_row(tensor: Tensor, dtype: torch.dtype) -> Tensor:

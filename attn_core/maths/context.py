@@ -23,17 +23,20 @@ def weighted_context(weights: Tensor, value: Tensor) -> Tensor:
     return ungroup_heads(grouped.view(*value.shape[:2], *grouped.shape[1:]), weights.shape[1])
 
 
-def weighted_context_of_allowed(weights: Tensor, value: Tensor, allowed: Tensor | None) -> Tensor:
+def weighted_context_of_allowed(
+    weights: Tensor, value: Tensor, allowed: Tensor | None, *, room: Tensor | None = None
+) -> Tensor:
     """weights @ value over allowed pairs only, for a value that holds NaN or infinities.
 
     The finite part is multiplied as usual; what is not finite is counted per row among the allowed keys and
-    selected in, by the rules of the sum: any NaN, 0 * inf, or infinities of both signs give NaN.
+    selected in, by the rules of the sum: any NaN, 0 * inf, or infinities of both signs give NaN. The finite part is put
+    into ``room``, where that is given.
     """
     batch, num_heads, seq_len_q, seq_len_kv = weights.shape
     # Both are NaN where any number of the key is.
     finite = value.amax(dim=-1).isfinite() & value.amin(dim=-1).isfinite()
     keys = (~finite).flatten(0, 1).any(dim=0).nonzero().squeeze(-1)
-    context = weighted_context(weights, value.nan_to_num(0.0, 0.0, 0.0))
+    context = weighted_context(weights, torch.nan_to_num(value, 0.0, 0.0, 0.0, out=room))
     # As a rule these are few. If they are not, copies would only take memory.
     picks = 2 * keys.numel() <= seq_len_kv
     value = value[:, :, keys] if picks else value

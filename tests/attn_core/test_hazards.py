@@ -201,3 +201,17 @@ def test_memory_that_hazards_take_is_asked_for_where_they_are_met(outputs: tuple
     assert answered.peak_bytes == plain.cost.peak_bytes + plain.cost.spare_bytes
     assert answered.nonfinite_rows == 3
     assert engine.attend(hazardous.problem).nonfinite_rows == 3, "a problem alone may take what it needs"
+
+
+@pytest.mark.parametrize("axes", [(1, 2, 1, 30_001, 9), (1, 1, 2, 262_151, 9), (2, 3, 40, 5001, 16)], ids=str)
+def test_forbidden_nan_in_values_of_one_number_cannot_change_a_bit(axes: tuple[int, ...]) -> None:
+    names = ("batch", "num_heads", "seq_len_q", "seq_len_kv", "head_dim")
+    own: dict[str, Any] = {**dict(zip(names, axes, strict=True)), "head_dim_v": 1, "path": "manual"}
+    mask = torch.ones(1, 1, 1, axes[3], dtype=torch.bool)
+    mask[..., 77] = False
+    problem = make_problem(**own, tensors={"allow_mask": mask})
+    assert problem.value is not None
+    value = problem.value.clone()
+    value[:, :, 77] = torch.nan
+    plain, behind = Engine().attend(problem), Engine().attend(with_tensors(problem, value=value))
+    assert torch.equal(plain.outputs["context"], behind.outputs["context"])
