@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.authentication import Authentication
+from service.doors.playground_files import PATHS as PLAYGROUND_PATHS
 from service.doors.refusals import refusal_of
 from service.errors import Draining
 from service.lifecycle import Lifecycle, State
@@ -25,7 +26,7 @@ from service.telemetry import OTHER_ROUTE, STAGES, Metrics
 log = logging.getLogger("attn.request")
 
 GOOD_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/v2/health/live", "/v2/health/ready"})
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/v2/health/live", "/v2/health/ready", *PLAYGROUND_PATHS})
 """What anyone may ask, with or without a key: exactly these, as the router sees them."""
 ABORT_EXTENSION = "attn.abort"
 """The ASGI extension that ends a connection at once, whatever is still to be sent."""

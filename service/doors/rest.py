@@ -20,7 +20,7 @@ from service.admission import Admission, BytePermit
 from service.attend import Attend
 from service.authentication import Authentication
 from service.deadline import Deadline
-from service.doors import health, openapi, openapi_layers, plan
+from service.doors import health, openapi, openapi_layers, plan, playground
 from service.doors.answers import count_answer, gzipped, info_of, is_worth_gzip
 from service.doors.body import (
     Negotiated,
@@ -140,6 +140,7 @@ def build_app(parts: Parts) -> ExchangeLayer:
     )
     app.include_router(inference.router())
     app.include_router(health.router(parts.lifecycle, parts.metrics))
+    app.include_router(playground.router())
     more_models = (*openapi_layers.MODELS, *plan.MODELS)
     openapi.install(app, asks_for_keys=parts.authentication.is_required, more_models=more_models)
     app.add_exception_handler(HTTPException, _routing_error)

@@ -33,6 +33,7 @@ def rest_calls(caller: httpx.Client, headers: dict[str, str]) -> list[tuple[str,
     page = caller.get("/docs", headers=headers).text
     files = [part.split('"')[0] for part in page.split('="/')[1:]]
     assert files
+    files += re.findall(r'="(playground/[^"]+)"', caller.get("/playground").text)
     others = ["docs", "openapi.json", "metrics", "nowhere", "v2/nowhere", "", "v1/", "favicon.ico", *files]
     return [*described, *(("GET", f"/{path}") for path in others)]
 
