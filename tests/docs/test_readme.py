@@ -53,20 +53,22 @@ def test_there_are_commands_with_answers() -> None:
     assert len(commands_and_answers()) == 9
 
 
-def run_example(example: str, server: RunningServer) -> tuple[str, str]:
-    """The shape that it prints, and what comes behind."""
+def run_example(example: str, server: RunningServer) -> str:
+    """What it prints."""
     example = example.replace(ADDRESS, server.url).replace(GRPC_ADDRESS, f"127.0.0.1:{server.grpc_port}")
-    ran = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, check=True)
-    shape, last = ran.stdout.strip().rsplit(" ", 1)
-    return shape, last
+    return subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_the_python_examples_run(server: RunningServer) -> None:
-    native, inference = blocks("python")
-    shape, smallest_sum = run_example(native, server)
+    client, awaited, refused, native, capture, inference = blocks("python")
+    assert run_example(client, server) == "(1, 8, 128, 64) manual"
+    assert run_example(awaited, server) == "(2, 16, 32) True"
+    assert run_example(refused, server) in README
+    shape, smallest_sum = run_example(native, server).rsplit(" ", 1)
     assert shape == "(1, 8, 128, 64)"
     assert float(smallest_sum) == pytest.approx(1.0, abs=1e-5)
-    assert run_example(inference, server) == ("(1, 8, 128, 64)", "fused")
+    assert f"prints `{run_example(capture, server)}`" in README
+    assert run_example(inference, server) == "(1, 8, 128, 64) fused"
 
 
 def test_the_table_of_settings_is_the_settings() -> None:
