@@ -183,8 +183,8 @@ def computation(
     options = _said(options)
     first = next(iter(tensors))
     kind = kind_of(first, given.get(first))
-    if isinstance(given.get("query_offset"), int):
-        options["query_offset"] = given.pop("query_offset")
+    if isinstance(given.get("query_offset"), int | np.integer):
+        options["query_offset"] = int(given.pop("query_offset"))
     batch = _batch(shape_of(first, given[first]), layout)
     lifts = {name: _lift(shape_of(name, given[name]), batch) for name in LIFTED & given.keys()}
     own_shapes = {f"grad_{name}": shape_of(name, given[name]) for name, lift in lifts.items() if lift}
@@ -317,6 +317,8 @@ def refusal_of(call: Call[Any], reply: Reply) -> AttentionServiceError | None:
     if reply.media_type == PROBLEM:
         problem = _members_of(reply.content) or {}
     name = str(problem.get("type", "")).rpartition("/")[2]
+    said = problem.get("errors")
+    faults = said if isinstance(said, list) else []
     detail = problem.get("detail")
     if not isinstance(detail, str):
         detail = bytes(reply.content[:_SHORT_TEXT]).decode(errors="replace").strip() or "no reason was given"
@@ -324,7 +326,7 @@ def refusal_of(call: Call[Any], reply: Reply) -> AttentionServiceError | None:
         detail,
         status=reply.status,
         name=name,
-        faults=[_fault(each, call.lifted) for each in problem.get("errors") or () if isinstance(each, dict)],
+        faults=[_fault(each, call.lifted) for each in faults if isinstance(each, dict)],
         request_id=reply.headers.get("x-request-id", ""),
     )
     if isinstance(error, Overloaded | Unavailable):
@@ -335,7 +337,7 @@ def refusal_of(call: Call[Any], reply: Reply) -> AttentionServiceError | None:
 
 
 def _fault(said: Mapping[str, Any], lifted: Mapping[str, int]) -> Fault:
-    place, expected, received = (str(said.get(name, "")) for name in ("field", "expected", "received"))
+    place, expected, received = (str(said.get(name) or "") for name in ("field", "expected", "received"))
     name, _, inside = place.partition(".")
     front = "0." * lifted.get(name, 0)
     if front and f"{inside}.".startswith(front):
@@ -363,10 +365,12 @@ def _said(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _listed(option: Any) -> Any:
-    """Rows and heads that are selected may come as an array."""
+    """Rows and heads that are selected may come as an array, a tensor or a range."""
     if isinstance(option, Mapping):
         return {name: _listed(value) for name, value in option.items()}
-    return option.tolist() if isinstance(option, np.ndarray) else option
+    if isinstance(option, range):
+        return list(option)
+    return option.tolist() if hasattr(option, "tolist") else option
 
 
 def _batch(shape: Shape, layout: str | None) -> int:
@@ -418,8 +422,10 @@ def _as_member(name: str, value: Any, lifts: Mapping[str, int]) -> Any:
 
 def _spec(name: str, value: Any, dtype: str) -> Any:
     """``dtype`` and ``shape``: of an array, of nested lists, of a tuple that is a shape, or as they stand."""
-    if isinstance(value, dict) or (name == "query_offset" and isinstance(value, int)):
+    if isinstance(value, dict):
         return value
+    if name == "query_offset" and isinstance(value, int | np.integer):
+        return int(value)
     own = "bool" if name in _MASKS else "int64" if name in _WHOLE else dtype
     if isinstance(value, tuple) and all(isinstance(axis, int) for axis in value):
         return {"dtype": own, "shape": list(value)}

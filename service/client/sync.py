@@ -34,9 +34,10 @@ class AttentionClient(Methods[Answer, Plan, LayerDescription, list[LayerDescript
     Connections are kept and used again, at most ``max_connections`` at once. A call that is refused with 429 or 503, or
     whose connection breaks, is tried again up to ``max_retries`` times, after random and growing waits and not before
     the service's Retry-After, and all of it within ``timeout_s`` (None: without end; a call may have its own). Nothing
-    else is tried again. An answer that stops coming in its middle may be waited for up to twice as long. ``tls`` is as
-    httpx takes ``verify``: a context of one's own, for authorities and certificates. ``transport``, ``clock``,
-    ``sleep`` and ``random`` are for tests. Close it, or use it in ``with``.
+    else is tried again. The deadline is looked at between the parts of an answer: one that stops coming in its middle
+    may be waited for up to twice as long, and one whose head comes in drips for longer. ``tls`` is as httpx takes
+    ``verify``: a context of one's own, for authorities and certificates. ``transport``, ``clock``, ``sleep`` and
+    ``random`` are for tests. Close it, or use it in ``with``; a call after that is a RuntimeError.
     """
 
     def __init__(

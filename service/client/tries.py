@@ -9,7 +9,9 @@ service's own default, and its limit may be lower.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import numbers
 import ssl
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -40,7 +42,11 @@ SLICE_BYTES = 256 * 1024
 SMALL_BODY_BYTES = 64 * 1024
 """Up to here a copy costs less than a write for each array."""
 _REQUEST_ID_BYTES = 128
+_LENGTH_DIGITS = 18
 _LEAST_S = 0.001
+_MOST_S = 1e6
+"""A socket's timer is set to no more: the system's clock ends somewhere."""
+_LAST_PORT = 2**16 - 1
 
 T = TypeVar("T")
 
@@ -74,11 +80,13 @@ class Terms:
         if url.userinfo:
             # Not shown: there is a password in it.
             raise ValueError("base_url: without a user and password; a key is api_key")
-        if url.scheme not in ("http", "https") or not url.host or url.query or url.fragment:
+        # An empty query or fragment would swallow the path that is put behind it.
+        has_more = not {"?", "#"}.isdisjoint(self.base_url)
+        if url.scheme not in ("http", "https") or not url.host or has_more or (url.port or 0) > _LAST_PORT:
             raise ValueError(f"base_url: such as http://127.0.0.1:8000, not {self.base_url!r}")
-        if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
+        if self.api_key is not None and not _is_key(self.api_key):
             # Not shown: it may be a key all the same.
-            raise ValueError("api_key: printable ASCII characters, at least one")
+            raise ValueError("api_key: printable ASCII characters, at least one, and no space at either end")
         if self.retries.max_retries < 0:
             raise ValueError(f"max_retries: 0 or more, not {self.retries.max_retries}")
         _check_timeout(self.timeout_s)
@@ -146,7 +154,11 @@ class Tries(Generic[T]):
         if isinstance(outcome, Reply):
             refused = calls.refusal_of(self._call, outcome)
             if refused is None:
-                return Answered(calls.answer_of(self._call, outcome))
+                try:
+                    return Answered(calls.answer_of(self._call, outcome))
+                except UnreadableAnswer as unreadable:
+                    unreadable.request_id = unreadable.request_id or self._request_id
+                    raise
             error = refused
         elif isinstance(outcome, httpx.TimeoutException | TimeoutError):
             error = self._out_of_time()
@@ -197,12 +209,16 @@ class Tries(Generic[T]):
 
 
 class Receiving:
-    """Memory for one answer: where its length is known, once and of that length."""
+    """Memory for one answer: where its length is known, once and of that length. A length that no memory has is not
+    believed, and what comes is collected."""
 
     def __init__(self, headers: Mapping[str, str]) -> None:
         length = headers.get("content-length", "")
         is_plain = headers.get("content-encoding", "identity") == "identity"
-        self._room = np.empty(int(length), dtype=np.uint8) if is_plain and length.isdigit() else None
+        self._room: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+        if is_plain and length.isdigit() and len(length) <= _LENGTH_DIGITS:
+            with contextlib.suppress(MemoryError):
+                self._room = np.empty(int(length), dtype=np.uint8)
         self._begun = 0
         self._grown = bytearray()
 
@@ -226,7 +242,8 @@ class TimeLeft(dict[str, float | None]):
         self._left_s = left_s
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self._left_s()
+        left_s = self._left_s()
+        return None if left_s is None else min(left_s, _MOST_S)
 
 
 def slices(pieces: Pieces) -> Iterator[memoryview]:
@@ -259,13 +276,23 @@ def _how_broken(error: Exception) -> Broken:
     return Broken.FOR_GOOD
 
 
-def _check_timeout(timeout_s: float | None) -> None:
-    if timeout_s is not None and not (timeout_s > 0 and math.isfinite(timeout_s)):
+def _is_key(key: Any) -> bool:
+    return isinstance(key, str) and key.isascii() and key.isprintable() and 0 < len(key) == len(key.strip())
+
+
+def _check_timeout(timeout_s: Any) -> None:
+    if timeout_s is None:
+        return
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, numbers.Real):
+        raise TypeError(f"timeout_s: a number of seconds, not {type(timeout_s).__name__}")
+    if not 0 < float(timeout_s) < math.inf:
         raise ValueError(f"timeout_s: a number of seconds above 0, not {timeout_s!r}")
 
 
-def _check_request_id(request_id: str | None) -> None:
+def _check_request_id(request_id: Any) -> None:
     if request_id is None:
         return
+    if not isinstance(request_id, str):
+        raise TypeError(f"request_id: a text, not {type(request_id).__name__}")
     if not (0 < len(request_id) <= _REQUEST_ID_BYTES and all("!" <= letter <= "~" for letter in request_id)):
         raise ValueError(f"request_id: 1 to {_REQUEST_ID_BYTES} printable ASCII characters without spaces")

@@ -73,6 +73,10 @@ def capture_attention(
         raise ValueError(f"threads: expected one of {', '.join(get_args(Threads))}, received {threads!r}")
     if top_k is not None and keep != "top_weights":
         raise ValueError(f"top_k: says nothing where keep is {keep!r}")
+    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int)):
+        raise TypeError(f"top_k: expected a whole number, received {top_k!r}")
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, received {type(model).__name__}")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k: expected at least 1, received {top_k}")
     asked = _Asked(keep, (top_k or DEFAULT_TOP_K) if keep == "top_weights" else None)

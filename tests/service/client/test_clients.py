@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import itertools
 import json
@@ -23,12 +24,13 @@ from service.client.errors import (
     DeadlineExceeded,
     DeadlinePassed,
     Internal,
+    Invalid,
     Overloaded,
     Unavailable,
     UnreadableAnswer,
 )
 from service.client.methods import Methods
-from service.client.tries import SLICE_BYTES, slices
+from service.client.tries import SLICE_BYTES, Receiving, TimeLeft, slices
 from tests.service.client.test_calls import INFO
 from tests.support.clients import KINDS, Either, Times, client_of, prepared
 from tests.support.clock import FakeClock, next_turn, run_still
@@ -216,10 +218,14 @@ def test_what_never_comes_ends_at_the_deadline_of_the_one_that_awaits() -> None:
     run_still(clock, main())
 
 
-def told(request: httpx.Request) -> Any:
+def options_of(request: httpx.Request) -> Any:
     length = int.from_bytes(request.content[:8], "little")
     metadata = json.loads(request.content[8 : 8 + length]).get("__metadata__", {})
-    return json.loads(metadata.get("options", "{}")).get("timeout_ms")
+    return json.loads(metadata.get("options", "{}"))
+
+
+def told(request: httpx.Request) -> Any:
+    return options_of(request).get("timeout_ms")
 
 
 def test_the_service_is_told_what_is_left_of_a_limit_that_the_caller_set(kind: str) -> None:
@@ -344,9 +350,14 @@ def test_the_service_may_stand_behind_a_prefix(kind: str, base_url: str) -> None
         {"base_url": "http://there:port"},
         {"base_url": "http://me:secret@there"},
         {"base_url": "http://there?a=1"},
+        {"base_url": "http://there/?"},
+        {"base_url": "http://there#"},
+        {"base_url": "http://there:99999"},
         {"api_key": ""},
         {"api_key": "sécret"},
         {"api_key": "secret\n"},
+        {"api_key": "secret "},
+        {"api_key": b"secret"},
         {"timeout_s": 0},
         {"timeout_s": -1.0},
         {"timeout_s": float("nan")},
@@ -366,6 +377,9 @@ def test_a_mistake_in_a_call_is_told_before_anything_is_sent(kind: str) -> None:
         (lambda client: client.attention(QUERY, is_casual=True), "did you mean causal?"),
         (lambda client: client.attention(None), "query: a numpy array"),
         (lambda client: ask(client, timeout_s=0), "timeout_s"),
+        (lambda client: ask(client, timeout_s="5"), "timeout_s"),
+        (lambda client: ask(client, timeout_s=True), "timeout_s"),
+        (lambda client: ask(client, request_id=5), "request_id"),
         (lambda client: ask(client, request_id="a b"), "request_id"),
         (lambda client: ask(client, request_id=""), "request_id"),
         (lambda client: client.forward("../x", QUERY), "a layer's name"),
@@ -385,8 +399,39 @@ def test_an_answer_that_is_not_ours_is_told_as_that_and_not_tried_again(kind: st
         httpx.Response(200, text="hello"),
         httpx.Response(200, headers=coded, stream=httpx.ByteStream(b"no gzip")),
     ):
-        error, asked, _ = run(kind, ask, lambda request, answer=answer: answer)
-        assert isinstance(error, UnreadableAnswer) and len(asked) == 1
+        error, asked, _ = run(
+            kind, lambda client: ask(client, request_id="mine"), lambda request, answer=answer: answer
+        )
+        assert isinstance(error, UnreadableAnswer) and len(asked) == 1 and error.request_id == "mine"
+
+
+@pytest.mark.parametrize("errors", [5, "x", {"field": "key"}, [5], [{"field": None, "expected": 3}]])
+def test_a_refusal_whose_faults_are_none_is_a_refusal_all_the_same(kind: str, errors: Any) -> None:
+    content = json.dumps({"type": 3, "detail": ["no"], "errors": errors}).encode()
+    answer = httpx.Response(422, headers={"content-type": "application/problem+json"}, content=content)
+    error, _, _ = run(kind, ask, answer)
+    assert isinstance(error, Invalid) and all(fault.field == "" for fault in error.faults)
+
+
+@pytest.mark.parametrize("length", ["99999999999999999", "9" * 19, "9" * 5000])
+def test_a_length_that_no_memory_has_is_not_believed(length: str) -> None:
+    receiving = Receiving({"content-length": length})
+    receiving.add(b"abc")
+    assert bytes(receiving.content()) == b"abc"
+
+
+def test_no_wait_for_the_wire_is_longer_than_its_timer_knows(kind: str) -> None:
+    answer, _, _ = run(kind, lambda client: ask(client, timeout_s=1e300), GOOD)
+    assert not isinstance(answer, Exception)
+    assert TimeLeft(lambda: 1e300).get("read") <= 1e6 and TimeLeft(lambda: None).get("read") is None
+
+
+def test_whole_numbers_and_selections_come_as_numpy_torch_and_python_have_them(kind: str) -> None:
+    select = {"rows": range(2), "heads": np.array([0])}
+    for offset in (1, np.int64(1)):
+        _, asked, _ = run(kind, functools.partial(ask, query_offset=offset, select=select), GOOD)
+        options = options_of(asked[0])
+        assert options["query_offset"] == 1 and options["select"] == {"rows": [0, 1], "heads": [0]}
 
 
 def test_a_client_is_closed_when_its_block_ends() -> None:
