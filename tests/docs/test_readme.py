@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -60,7 +61,7 @@ def run_example(example: str, server: RunningServer) -> str:
 
 
 def test_the_python_examples_run(server: RunningServer) -> None:
-    client, awaited, refused, native, capture, inference = blocks("python")
+    client, awaited, refused, native, capture, hugging_face, inference = blocks("python")
     assert run_example(client, server) == "(1, 8, 128, 64) manual"
     assert run_example(awaited, server) == "(2, 16, 32) True"
     assert run_example(refused, server) in README
@@ -68,6 +69,8 @@ def test_the_python_examples_run(server: RunningServer) -> None:
     assert shape == "(1, 8, 128, 64)"
     assert float(smallest_sum) == pytest.approx(1.0, abs=1e-5)
     assert f"prints `{run_example(capture, server)}`" in README
+    if importlib.util.find_spec("transformers"):
+        assert run_example(hugging_face, server) == "True"
     assert run_example(inference, server) == "(1, 8, 128, 64) fused"
 
 
