@@ -92,6 +92,7 @@ def path_of(
     plan: bool = False,
     weighted_sum: bool = False,
     verify: bool = False,
+    heatmap: bool = False,
 ) -> str:
     """Where the call goes that these flags name. Raises: AskError where two of them do not go together."""
     if layer and layer_name is not None:
@@ -107,6 +108,9 @@ def path_of(
     for flag in (of_layer, gradients_flag, "--plan" if plan else None, "--verify" if verify else None):
         if weighted_sum and flag:
             raise AskError(f"--weighted-sum is a product and nothing else: leave it or {flag} out")
+    without = "--weighted-sum" if weighted_sum else "--plan" if plan else gradients_flag
+    if heatmap and without:
+        raise AskError(f"--heatmap draws the weights of an answer, and {without} gives none: leave one of them out")
     if weighted_sum:
         return "/v1/weighted_sum"
     if plan:
@@ -132,12 +136,16 @@ def ask(
     outputs: str | None,
     save: Path | None,
     verify: bool = False,
+    heatmap: bool = False,
     credentials: Credentials = NOBODY,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The outputs and ``info`` of one problem. Raises: AskError, Refused."""
+    """The outputs and ``info`` of one problem; ``heatmap``: the weights among them. Raises: AskError, Refused."""
     check_save(save, SAVABLE)
+    if heatmap and save is not None and save.suffix == ".json":
+        raise AskError("--heatmap reads the answer as tensors: --save it as .npz or .safetensors, not .json")
     given = read_options(options, outputs, verify=verify)
-    body, content_type = read_problem(files, given)
+    beside = "context" if path == "/v1/attention" else "output"
+    body, content_type = read_problem(files, given, beside_weights=beside if heatmap else None)
     accept = JSON if save is not None and save.suffix == ".json" else SAFETENSORS
     answer = call("POST", url, path, content=body, content_type=content_type, accept=accept, credentials=credentials)
     if accept == JSON:
@@ -251,21 +259,38 @@ def _differ(one: Any, other: Any) -> bool:
     return json.dumps(one) != json.dumps(other)
 
 
-def read_problem(files: Sequence[str], options: dict[str, Any]) -> tuple[bytes, str]:
-    """The body that says what the files and the options say, and its content type. Raises: AskError."""
+def read_problem(
+    files: Sequence[str], options: dict[str, Any], *, beside_weights: str | None = None
+) -> tuple[bytes, str]:
+    """The body that says what the files and the options say, and its content type. Raises: AskError.
+
+    ``beside_weights``: the weights must come, and beside them this where no outputs are named.
+    """
     if len(files) == 1 and files[0].endswith(".json"):
         body = existing(files[0]).read_bytes()
-        if options:
-            body = json.dumps(members_of(files[0], body) | options).encode()
+        if options or beside_weights is not None:
+            members = members_of(files[0], body) | options
+            _ask_for_weights(members, beside_weights)
+            body = json.dumps(members).encode()
         return body, JSON
     tensors: dict[str, Tensor] = {}
     for file in files:
         loaded = _load(file, options)
         refuse_twice(file, tensors, loaded)
         tensors |= loaded
+    _ask_for_weights(options, beside_weights)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     metadata = {"options": json.dumps(options)} if options else None
     return safetensors.torch.save(contiguous, metadata), SAFETENSORS
+
+
+def _ask_for_weights(options: dict[str, Any], beside: str | None) -> None:
+    if beside is None:
+        return
+    outputs = options.setdefault("outputs", [beside, "weights"])
+    # What is no list the service refuses, and says so better.
+    if isinstance(outputs, list) and "weights" not in outputs:
+        raise AskError(f"--heatmap draws the weights, and the outputs are {', '.join(map(str, outputs))}: add weights")
 
 
 def members_of(file: str, body: bytes) -> dict[str, Any]:

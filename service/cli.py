@@ -110,17 +110,28 @@ def ask(
     save: Annotated[
         Path | None, typer.Option(help="Write the answer to a .json, .npz or .safetensors file; a plan to .json.")
     ] = None,
+    heatmap: Annotated[
+        bool, typer.Option("--heatmap", help="Draw the weights of each head here, as far as they fit; asks for them.")
+    ] = False,
+    heatmap_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw them, whole, to a .png, .svg or .pdf file; needs matplotlib: pip install 'attn\\[plot]'."
+        ),
+    ] = None,
     key: Key = None,
     ca: Ca = None,
     cert: Cert = None,
     cert_key: CertKey = None,
 ) -> None:
-    """Send one problem from files and print or save the answer."""
+    """Send one problem from files and print, draw or save the answer."""
     from service import ask as asking
+    from service import heatmap as pictures
     from service.plan_command import plan as ask_plan
     from service.plan_command import show_plan
 
     console = Console()
+    draws = heatmap or heatmap_file is not None
     with _told_in_a_sentence():
         path = asking.path_of(
             gradients=gradients,
@@ -129,7 +140,10 @@ def ask(
             plan=plan,
             weighted_sum=weighted_sum,
             verify=verify,
+            heatmap=draws,
         )
+        if heatmap_file is not None:
+            pictures.check_file(heatmap_file)
         given: dict[str, Any] = _service(url, key, ca, cert, cert_key) | {
             "path": path,
             "options": option or [],
@@ -140,13 +154,19 @@ def ask(
         if plan:
             planned = ask_plan(files, **given)
         else:
-            tensors, info = asking.ask(files, **given)
+            tensors, info = asking.ask(files, heatmap=draws, **given)
+        if heatmap_file is not None:
+            pictures.write(tensors["weights"], heatmap_file)
     if save is not None:
         _say(f"wrote {save}")
     elif plan:
         show_plan(planned, console)
     else:
         asking.show(tensors, info, console)
+    if heatmap:
+        pictures.draw(tensors["weights"], console)
+    if heatmap_file is not None:
+        _say(f"drew {heatmap_file}")
 
 
 @layers.command("put")

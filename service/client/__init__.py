@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from service.client.answers import Answer, Info, LayerDescription, PathPlan, Plan, ServiceInfo
 from service.client.asynchronous import AsyncAttentionClient
 from service.client.errors import AttentionServiceError, Fault
+from service.client.plot import plot
 from service.client.sync import AttentionClient
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ __all__ = [
     "Plan",
     "ServiceInfo",
     "capture_attention",
+    "plot",
     "register_transformers",
 ]
 

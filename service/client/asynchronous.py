@@ -15,6 +15,7 @@ import httpx
 from service.client.answers import Answer, LayerDescription, Plan, ServiceInfo
 from service.client.calls import Call, Pieces, Reply
 from service.client.methods import Methods
+from service.client.plot import plot
 from service.client.retries import DEFAULT_MAX_RETRIES, Retries
 from service.client.tries import (
     DEFAULT_MAX_CONNECTIONS,
@@ -69,6 +70,8 @@ class AsyncAttentionClient(
         self._http = httpx.AsyncClient(
             headers=self._terms.headers(), limits=limits(max_connections), verify=tls, transport=transport
         )
+
+    plot = staticmethod(plot)
 
     async def __aenter__(self) -> Self:
         return self

@@ -14,6 +14,7 @@ import httpx
 from service.client.answers import Answer, LayerDescription, Plan, ServiceInfo
 from service.client.calls import Call, Reply
 from service.client.methods import Methods
+from service.client.plot import plot
 from service.client.retries import DEFAULT_MAX_RETRIES, Retries
 from service.client.tries import (
     DEFAULT_MAX_CONNECTIONS,
@@ -59,6 +60,8 @@ class AttentionClient(Methods[Answer, Plan, LayerDescription, list[LayerDescript
         self._http = httpx.Client(
             headers=self._terms.headers(), limits=limits(max_connections), verify=tls, transport=transport
         )
+
+    plot = staticmethod(plot)
 
     def __enter__(self) -> Self:
         return self

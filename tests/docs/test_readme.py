@@ -54,17 +54,19 @@ def test_there_are_commands_with_answers() -> None:
     assert len(commands_and_answers()) == 9
 
 
-def run_example(example: str, server: RunningServer) -> str:
+def run_example(example: str, server: RunningServer, folder: Path | None = None) -> str:
     """What it prints."""
     example = example.replace(ADDRESS, server.url).replace(GRPC_ADDRESS, f"127.0.0.1:{server.grpc_port}")
-    return subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, check=True).stdout.strip()
+    command = [sys.executable, "-c", example]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stdout.strip()
 
 
-def test_the_python_examples_run(server: RunningServer) -> None:
-    client, awaited, refused, native, capture, hugging_face, inference = blocks("python")
+def test_the_python_examples_run(server: RunningServer, tmp_path: Path) -> None:
+    client, awaited, refused, picture, native, capture, hugging_face, inference = blocks("python")
     assert run_example(client, server) == "(1, 8, 128, 64) manual"
     assert run_example(awaited, server) == "(2, 16, 32) True"
     assert run_example(refused, server) in README
+    assert run_example(picture, server, tmp_path) == "" and (tmp_path / "weights.png").stat().st_size > 1000
     shape, smallest_sum = run_example(native, server).rsplit(" ", 1)
     assert shape == "(1, 8, 128, 64)"
     assert float(smallest_sum) == pytest.approx(1.0, abs=1e-5)

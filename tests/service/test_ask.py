@@ -36,6 +36,7 @@ def there() -> Iterator[Answering]:
         ({"layer": True, "gradients": True, "verify": True}, "/v1/layer/gradients"),
         ({"layer_name": "gpt-2.h0"}, "/v1/layers/gpt-2.h0/forward"),
         ({"layer_name": "a", "gradients": True}, "/v1/layers/a/gradients"),
+        ({"layer_name": "a", "heatmap": True}, "/v1/layers/a/forward"),
     ],
 )
 def test_flags_lead_to_the_path_of_the_contract(flags: dict[str, Any], path: str) -> None:
@@ -54,6 +55,9 @@ def test_flags_lead_to_the_path_of_the_contract(flags: dict[str, Any], path: str
         ({"weighted_sum": True, "layer": True}, "leave it or --layer out"),
         ({"weighted_sum": True, "layer_name": "a"}, "leave it or --layer-name out"),
         ({"weighted_sum": True, "verify": True}, "leave it or --verify out"),
+        ({"heatmap": True, "gradients": True}, "--gradients gives none: leave one of them out"),
+        ({"heatmap": True, "plan": True}, "--plan gives none: leave one of them out"),
+        ({"heatmap": True, "weighted_sum": True}, "--weighted-sum gives none: leave one of them out"),
     ],
 )
 def test_flags_that_contradict_are_refused_with_what_to_do(flags: dict[str, Any], said: str) -> None:
@@ -110,4 +114,53 @@ def test_verify_reaches_the_service_as_its_option(there: Answering, tmp_path: Pa
 def test_a_shape_without_numbers_is_refused_where_numbers_are_needed(there: Answering) -> None:
     with pytest.raises(AskError, match="only --plan takes it"):
         ask(["query=float32[1,2]"], url=there.url, path="/v1/attention", options=[], outputs=None, save=None)
+    assert not there.asked
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "asked"),
+    [
+        ("/v1/attention", [], ["context", "weights"]),
+        ("/v1/layer", [], ["output", "weights"]),
+        ("/v1/layers/a/forward", [], ["output", "weights"]),
+        ("/v1/attention", ['outputs=["weights", "entropy"]'], ["weights", "entropy"]),
+    ],
+)
+@pytest.mark.parametrize("form", ["json", "safetensors"])
+def test_a_heatmap_asks_for_the_weights_beside_what_would_come(
+    there: Answering, tmp_path: Path, form: str, path: str, options: list[str], asked: list[str]
+) -> None:
+    file = tmp_path / f"problem.{form}"
+    if form == "json":
+        file.write_text('{"query": [[1]]}')
+    else:
+        safetensors.torch.save_file({"query": make_tensor(1, 1, 2, 2)}, file)
+    ask([str(file)], url=there.url, path=path, options=options, outputs=None, save=None, heatmap=True)
+    (request,) = there.asked
+    if form == "json":
+        assert request.members["outputs"] == asked
+    else:
+        header = json.loads(request.body[8 : 8 + int.from_bytes(request.body[:8], "little")])
+        assert json.loads(header["__metadata__"]["options"]) == {"outputs": asked}
+
+
+@pytest.mark.parametrize("form", ["json", "safetensors"])
+def test_a_heatmap_of_outputs_without_weights_is_refused_before_anything_is_sent(
+    there: Answering, tmp_path: Path, form: str
+) -> None:
+    file = tmp_path / f"problem.{form}"
+    if form == "json":
+        file.write_text('{"query": [[1]], "outputs": ["context"]}')
+    else:
+        tensors = {"query": make_tensor(1, 1, 2, 2)}
+        safetensors.torch.save_file(tensors, file, {"options": '{"outputs": ["context"]}'})
+    with pytest.raises(AskError, match="the outputs are context: add weights"):
+        ask([str(file)], url=there.url, path="/v1/attention", options=[], outputs=None, save=None, heatmap=True)
+    assert not there.asked
+
+
+def test_a_heatmap_of_an_answer_saved_as_json_is_refused_with_what_to_do(there: Answering, tmp_path: Path) -> None:
+    save = tmp_path / "answer.json"
+    with pytest.raises(AskError, match=r"save it as \.npz or \.safetensors"):
+        ask([], url=there.url, path="/v1/attention", options=[], outputs=None, save=save, heatmap=True)
     assert not there.asked

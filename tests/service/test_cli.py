@@ -135,3 +135,32 @@ def test_layers_are_listed_shown_and_deleted(there: Answering) -> None:
     there.answer_with(None, status=204)
     done = run(there, "layer", "delete", "first")
     assert (done.exit_code, done.stdout, done.stderr) == (0, "deleted first\n", "")
+
+
+def answer_with_weights(there: Answering) -> None:
+    tensors = {"context": torch.zeros(1, 1, 2, 2), "weights": torch.tensor([[[[1.0, 0.0], [0.25, 0.75]]]])}
+    there.content, there.content_type = safetensors.torch.save(tensors, {"info": '{"path": "manual"}'}), SAFETENSORS
+
+
+def test_a_heatmap_is_drawn_below_the_numbers(there: Answering, file: str) -> None:
+    answer_with_weights(there)
+    done = run(there, "ask", file, "--heatmap")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert there.asked[0].members == {"query": [[1]], "outputs": ["context", "weights"]}
+    assert done.stdout.index("manual") < done.stdout.index("head 0  2 queries down, 2 keys across")
+    assert "  0 1\n0 ██  \n1 ░░▓▓\n" in done.stdout
+
+
+def test_a_heatmap_is_written_to_a_file_beside_a_saved_answer(there: Answering, file: str, tmp_path: Path) -> None:
+    answer_with_weights(there)
+    saved, drawn = tmp_path / "answer.npz", tmp_path / "weights.png"
+    done = run(there, "ask", file, "--save", str(saved), "--heatmap-file", str(drawn))
+    assert (done.exit_code, done.stdout, done.stderr) == (0, f"wrote {saved}\ndrew {drawn}\n", "")
+    assert drawn.read_bytes().startswith(b"\x89PNG\r\n") and saved.is_file()
+
+
+def test_a_heatmap_that_cannot_be_written_is_told_and_nothing_is_sent(there: Answering, file: str) -> None:
+    done = run(there, "ask", file, "--heatmap-file", "weights.txt")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == "attn: --heatmap-file takes .png, .svg, .pdf, not weights.txt\n"
+    assert not there.asked
