@@ -90,5 +90,5 @@ def test_no_mutated_request_is_a_mistake_of_the_server(tmp_path: Path) -> None:
 
 
 def test_memory_of_random_problems_is_within_its_estimate_and_near_it() -> None:
-    outcome = peaks.outcome_of(peaks.measure(peaks.draw_cases(14, seed=8, kinds=tuple(peaks.KINDS))))
+    outcome = peaks.outcome_of(peaks.measure(peaks.draw_cases(7, seed=8, kinds=tuple(peaks.KINDS))))
     assert broken_of(outcome) == ([], [])
