@@ -69,6 +69,11 @@ class CanonicalProblem:
         return self.allow_mask is not None or self.block_mask is not None or self.bias is not None
 
     @property
+    def forbids_by_distance(self) -> bool:
+        """Whether some pairs are forbidden for where the query stands among the keys."""
+        return self.causal or self.window_left is not None or self.window_right is not None
+
+    @property
     def is_ragged(self) -> bool:
         """Whether the items may differ in their lengths or offsets."""
         return self.key_lengths is not None or self.query_lengths is not None or isinstance(self.query_offset, Tensor)
@@ -77,9 +82,7 @@ class CanonicalProblem:
     def forbids_nothing(self) -> bool:
         """Whether every query may attend every key, told from metadata."""
         return not (
-            self.causal
-            or self.window_left is not None
-            or self.window_right is not None
+            self.forbids_by_distance
             or self.key_lengths is not None
             or self.query_lengths is not None
             or self.has_pair_masks

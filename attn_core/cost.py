@@ -97,7 +97,7 @@ def attention_cost(
         # It lies as the query does, or by heads; the caller's layout is made in the end.
         plain = max(plain, sizes.get("context", 0))
     if refuses_empty_rows:
-        plain = max(plain, search_scratch(problem))
+        plain = max(plain, _empty_rows_scratch(problem))
     # Marks and sums of each row besides.
     plain += vector_bytes(problem)
     careful += vector_bytes(problem) + problem.dims.num_rows * (problem.compute_dtype.itemsize + 4)
@@ -213,40 +213,31 @@ def _fused_block(problem: CanonicalProblem, size: Cut, device_type: str, *, is_p
         return tile + answer + turned + (size.rows + dims.seq_len_kv) * (3 * torch.int64.itemsize + itemsize)
     by_item, by_head = problem.masks_apart
     places = (size.items if by_item else 1) * (size.heads if by_head else 1)
-    places *= size.rows if masks_by_row(problem) else 1
+    places *= size.rows if _masks_by_row(problem) else 1
     pairs, booleans = places * dims.seq_len_kv, places * (dims.seq_len_kv if _masks_by_key(problem) else 1)
     gives_logsumexp = "logsumexp" in problem.outputs and not asks_manual_besides(problem, device_type=device_type)
     if problem.bias is not None or gives_logsumexp:
         # The mask as booleans and their negation, and as numbers; a bias of few axes in the dtype of these.
         bias = problem.bias
-        copied = 0 if bias is None or bias.dtype == problem.query.dtype else _numbers_of_block(bias, size)
+        copied = 0 if bias is None or bias.dtype == problem.query.dtype else numbers_of_block(bias, size)
         return tile + answer + booleans + pairs * (1 + itemsize) + (copied < pairs) * copied * itemsize
     # Two masks of booleans being combined, or one and SDPA's own copy of it in numbers.
     return tile + answer + max(3 * booleans, booleans + pairs * itemsize)
 
 
-def masks_by_row(problem: CanonicalProblem) -> bool:
+def _masks_by_row(problem: CanonicalProblem) -> bool:
     """Whether the mask differs between queries."""
-    masks = (m for m in (problem.allow_mask, problem.block_mask, problem.bias) if m is not None)
-    return (
-        problem.causal
-        or problem.window_left is not None
-        or problem.window_right is not None
-        or problem.query_lengths is not None
-        or any(mask.shape[2] > 1 for mask in masks)
-    )
+    return problem.forbids_by_distance or problem.query_lengths is not None or _masks_have(problem, axis=2)
 
 
 def _masks_by_key(problem: CanonicalProblem) -> bool:
     """Whether it differs between keys."""
-    masks = (m for m in (problem.allow_mask, problem.block_mask, problem.bias) if m is not None)
-    return (
-        problem.causal
-        or problem.window_left is not None
-        or problem.window_right is not None
-        or problem.key_lengths is not None
-        or any(mask.shape[3] > 1 for mask in masks)
-    )
+    return problem.forbids_by_distance or problem.key_lengths is not None or _masks_have(problem, axis=3)
+
+
+def _masks_have(problem: CanonicalProblem, *, axis: int) -> bool:
+    masks = (problem.allow_mask, problem.block_mask, problem.bias)
+    return any(mask.shape[axis] > 1 for mask in masks if mask is not None)
 
 
 def _isolated_scratch(problem: CanonicalProblem, own: Cut, device_type: str) -> int:
@@ -343,12 +334,12 @@ def _masks_of_block(problem: CanonicalProblem, size: Cut, *, lists_rows: bool) -
         return 0, 0, 0
     by_item, by_head = problem.masks_apart
     places = (size.items if by_item else 1) * (size.heads if by_head else 1)
-    places *= size.rows if masks_by_row(problem) else 1
+    places *= size.rows if _masks_by_row(problem) else 1
     pairs = places * (problem.dims.seq_len_kv if _masks_by_key(problem) else 1)
     of_distance = (problem.causal, problem.window_left is not None, problem.window_right is not None)
     given = [tensor for tensor in (problem.allow_mask, problem.block_mask, problem.bias) if tensor is not None]
     num_rules = sum(of_distance) + (problem.key_lengths is not None) + (problem.query_lengths is not None) + len(given)
-    copied = sum(_numbers_of_block(tensor, size) * tensor.dtype.itemsize for tensor in given) if lists_rows else 0
+    copied = sum(numbers_of_block(tensor, size) * tensor.dtype.itemsize for tensor in given) if lists_rows else 0
     if num_rules > 1:
         # Two masks and what both allow; the window's sides beside the causal mask.
         return pairs, pairs, copied + pairs * (4 if all(of_distance) else 3)
@@ -375,10 +366,10 @@ def _empty_rows_scratch(problem: CanonicalProblem) -> int:
     return _masks_of_block(problem, Cut(dims.batch, dims.num_heads, rows), lists_rows=False)[2]
 
 
-def _numbers_of_block(per_pair: Tensor, size: Cut) -> int:
-    """How many numbers of a mask or bias belong to a block."""
-    whole = (size.items, size.heads, size.rows)
-    return math.prod(min(axis, own) for axis, own in zip(per_pair.shape, whole, strict=False)) * per_pair.shape[-1]
+def numbers_of_block(per_pair: Tensor, size: Cut, num_keys: int | None = None) -> int:
+    """How many numbers of a mask or bias of rank 4 belong to a block, of all its keys or of so many."""
+    whole = (size.items, size.heads, size.rows, per_pair.shape[3] if num_keys is None else num_keys)
+    return math.prod(min(own, most) for own, most in zip(per_pair.shape, whole, strict=True))
 
 
 def _copied_keys(problem: CanonicalProblem, keys: Tensor, size: Cut) -> int:
@@ -403,7 +394,7 @@ def _beside_logits(problem: CanonicalProblem, size: Cut, masks: int, *, lists_ro
         pairs = (size.items if problem.is_ragged else 1) * size.rows * problem.dims.seq_len_kv
         held = pairs * size.heads * wide
         most = pairs * max(2 * torch.int64.itemsize, wide * (1 + size.heads))
-    of_bias = 0 if bias is None else _numbers_of_block(bias, size)
+    of_bias = 0 if bias is None else numbers_of_block(bias, size)
     if bias is not None and lists_rows:
         held += of_bias * bias.dtype.itemsize
     is_other = bias is not None and bias.dtype != problem.compute_dtype
@@ -548,16 +539,12 @@ def _ranking_scratch(problem: CanonicalProblem, num_rows: int) -> int:
 
 
 def search_scratch(problem: CanonicalProblem) -> int:
-    """What the search for empty rows takes."""
-    dims, marks = problem.dims, 2 * problem.dims.num_rows
-    if not problem.has_pair_masks:
-        return marks + vector_bytes(problem)
-    rows = min(dims.seq_len_q, max(1, MASK_BLOCK_PAIRS // max(1, dims.batch * dims.num_heads * dims.seq_len_kv)))
-    return marks + vector_bytes(problem) + 4 * masked_pairs(problem, Cut(dims.batch, dims.num_heads, rows))
+    """What the search for empty rows takes, marks and all."""
+    return 2 * problem.dims.num_rows + vector_bytes(problem) + _empty_rows_scratch(problem)
 
 
 def masked_pairs(problem: CanonicalProblem, size: Cut, num_keys: int | None = None) -> int:
     """How many booleans tell what is forbidden in a block."""
     by_item, by_head = problem.masks_apart
     pairs = (size.items if by_item else 1) * (size.heads if by_head else 1)
-    return pairs * (size.rows if masks_by_row(problem) else 1) * (num_keys or problem.dims.seq_len_kv)
+    return pairs * (size.rows if _masks_by_row(problem) else 1) * (num_keys or problem.dims.seq_len_kv)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from attn_core.canonical import CanonicalProblem
-from attn_core.cost import FIXED_BYTES, MASK_PASSES, Cost, input_bytes, masked_pairs, search_scratch
+from attn_core.cost import FIXED_BYTES, MASK_PASSES, Cost, input_bytes, masked_pairs, numbers_of_block, search_scratch
 from attn_core.cut import Cut
 from attn_core.kernels import backward
 from attn_core.maths import gradients as backward_maths
@@ -38,7 +36,7 @@ def gradients_cost(
     inputs = input_bytes(problem) + grad_bytes
     outputs = sum(sinks_bytes if name == "grad_sinks" else _gradient_bytes(problem, name) for name in asked)
     device_type = device_type or problem.device.type
-    size = backward.cut(dims, skips_keys=backward.skips_keys(problem), device_type=device_type)
+    size = backward.cut(dims, skips_keys=problem.forbids_by_distance, device_type=device_type)
     scratch = outputs + _backward_block(problem, size, asked, is_self_attention=is_self_attention)
     if "grad_bias" in asked and backward.sums_bias_apart(problem):
         assert problem.bias is not None
@@ -72,12 +70,6 @@ def _gradient_bytes(problem: CanonicalProblem, name: str) -> int:
             return 0 if problem.bias is None else problem.bias.nbytes
         case _:
             return dims.num_pairs * wide
-
-
-def _numbers_within(per_pair: Tensor, size: Cut, num_keys: int) -> int:
-    """How many numbers of a mask or bias of rank 4 belong to a block."""
-    axes = zip(per_pair.shape, (size.items, size.heads, size.rows, num_keys), strict=True)
-    return math.prod(min(own, most) for own, most in axes)
 
 
 def _backward_block(problem: CanonicalProblem, size: Cut, asked: Collection[str], *, is_self_attention: bool) -> int:
@@ -123,10 +115,10 @@ def _backward_block(problem: CanonicalProblem, size: Cut, asked: Collection[str]
         steps.append(places * max(2 * torch.int64.itemsize, wide * (1 + size.heads)) + 3 * seen * torch.int64.itemsize)
     if (bias := problem.bias) is not None:
         if bias.dtype != problem.compute_dtype:
-            steps.append(_numbers_within(bias, shifted, seen) * wide)
+            steps.append(numbers_of_block(bias, shifted, seen) * wide)
         if "grad_bias" in asked:
             # The sums of a block, and these in the dtype of all.
             exact = backward.bias_sum_dtype(problem)
             of_number = wide + (exact != problem.compute_dtype and backward.adds_to_bias(problem)) * exact.itemsize
-            steps.append(_numbers_within(bias, size, seen) * of_number)
+            steps.append(numbers_of_block(bias, size, seen) * of_number)
     return held + max(*steps, of_infinite)

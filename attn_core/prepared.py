@@ -107,6 +107,10 @@ class PlainForm:
     cost: Cost
 
 
+MOST_LISTED = 64
+"""So many selected rows or heads may be part of a form that is kept."""
+
+
 class KnownForms:
     """What was decided about attentions of forms seen before: kernel, why, cost. Without their numbers, and bounded.
 
@@ -121,6 +125,11 @@ class KnownForms:
         self, problem: CanonicalProblem, decide: Callable[[], tuple[str, str, Cost]], *asked: object
     ) -> tuple[str, str, Cost]:
         """What ``decide`` gives, which depends on the problem's metadata and on ``asked`` alone."""
+        if any(
+            listed is not None and len(listed) > MOST_LISTED for listed in (problem.select_heads, problem.select_rows)
+        ):
+            # A long list would be held as long as the form is known.
+            return decide()
         form = (problem.key is problem.query, *asked, *(_metadata(getattr(problem, name)) for name in _FIELDS))
         if (found := self._found.get(form)) is None:
             if len(self._found) >= self._max_forms:

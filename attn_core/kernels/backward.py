@@ -85,13 +85,11 @@ class BackwardProblem:
         return self.wants("grad_query", "grad_key")
 
 
-def skips_keys(attention: CanonicalProblem) -> bool:
-    """Whether later and earlier queries see other keys, so that shorter blocks have fewer of them."""
-    return attention.causal or attention.window_left is not None or attention.window_right is not None
-
-
 def cut(dims: Dims, *, skips_keys: bool = False, device_type: str = "cpu") -> Cut:
-    """How much is computed at once: a matter of shape, options and device alone, never of load."""
+    """How much is computed at once: a matter of shape, options and device alone, never of load.
+
+    ``skips_keys``: later and earlier queries see other keys, so that shorter blocks have fewer of them.
+    """
     flops_per_pair = 2 * (3 * dims.head_dim + 2 * dims.head_dim_v)
     if device_type == "cuda":
         usual = most = PAIRS_OF_A_GPU
@@ -216,7 +214,7 @@ class _Backward:
         self._checkpoint = checkpoint
         self._dtype = attention.compute_dtype
         self._is_careful = _needs_care(problem, checkpoint)
-        self._size = cut(dims, skips_keys=skips_keys(attention), device_type=attention.device.type)
+        self._size = cut(dims, skips_keys=attention.forbids_by_distance, device_type=attention.device.type)
         self._found = {name: self._new(name) for name in sorted(problem.asked)}
         self._bias_sum: Tensor | None = None
         if "grad_bias" in self._found:

@@ -368,6 +368,15 @@ def test_forms_that_differ_in_anything_are_told_apart_and_no_more_are_kept_than_
         assert len(known._found) <= 3
 
 
+def test_long_list_of_rows_is_not_kept() -> None:
+    known = KnownForms()
+    for rows in (range(64), range(65)):
+        problem = make_problem(seq_len_q=100, outputs=("entropy",), select_rows=tuple(rows))
+        own, looked_up = prepare(problem, device_type="cpu"), prepare(problem, device_type="cpu", known=known)
+        assert (own.path, own.why, own.cost) == (looked_up.path, looked_up.why, looked_up.cost)
+    assert len(known._found) == 1
+
+
 def test_refused_path_is_refused_each_time() -> None:
     known, problem = KnownForms(), make_problem(path="fused", outputs=("weights",))
     for _ in range(2):
