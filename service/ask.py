@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import ssl
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,8 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from service.credentials import NOBODY, CommandError, Credentials
+
 JSON, SAFETENSORS = "application/json", "application/vnd.safetensors"
 PROBLEM = "application/problem+json"
 LOADABLE = (".json", ".npz", ".safetensors", ".npy")
@@ -30,7 +30,7 @@ SPEC = re.compile(r"(\w+)=(\w+)\[([\d, ]*)\]")
 _LAYER_NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
 
 
-class AskError(Exception):
+class AskError(CommandError):
     """What is wrong with the files, the options or the connection, in one sentence."""
 
 
@@ -40,48 +40,6 @@ class Refused(AskError):
     def __init__(self, problem: dict[str, Any]) -> None:
         self.problem = problem
         super().__init__(f"{problem.get('status')}: {problem.get('title')} ({problem.get('detail')})")
-
-
-@dataclass(frozen=True, slots=True)
-class Credentials:
-    """What a service may want to see, and by what it is known itself; ``ca`` None: by what this machine trusts."""
-
-    key: str | None = None
-    ca: Path | None = None
-    certificate: Path | None = None
-    certificate_key: Path | None = None
-
-    def headers(self) -> dict[str, str]:
-        """Raises: AskError, which does not show the key."""
-        key = (self.key or "").strip()
-        if not key:
-            return {}
-        if not (key.isascii() and key.isprintable()):
-            raise AskError("the key has characters that no key has: keys are printable ASCII")
-        return {"authorization": f"Bearer {key}"}
-
-    def tls(self) -> ssl.SSLContext | bool:
-        """As httpx takes it. Raises: AskError naming the file."""
-        if self.certificate_key is not None and self.certificate is None:
-            raise AskError("--cert-key needs --cert")
-        if self.ca is None and self.certificate is None:
-            return True
-        try:
-            context = ssl.create_default_context(cafile=self.ca)
-        except OSError as error:
-            raise AskError(f"--ca {self.ca}: {error.strerror or error}") from None
-        if self.certificate is not None:
-            try:
-                context.load_cert_chain(self.certificate, self.certificate_key, password="")
-            except OSError as error:
-                files = f"--cert {self.certificate}" + (
-                    f" --cert-key {self.certificate_key}" * bool(self.certificate_key)
-                )
-                raise AskError(f"{files}: {error.strerror or error}") from None
-        return context
-
-
-NOBODY = Credentials()
 
 
 def path_of(
@@ -139,7 +97,7 @@ def ask(
     heatmap: bool = False,
     credentials: Credentials = NOBODY,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The outputs and ``info`` of one problem; ``heatmap``: the weights among them. Raises: AskError, Refused."""
+    """The outputs and ``info`` of one problem; ``heatmap``: the weights among them. Raises: CommandError, Refused."""
     check_save(save, SAVABLE)
     if heatmap and save is not None and save.suffix == ".json":
         raise AskError("--heatmap reads the answer as tensors: --save it as .npz or .safetensors, not .json")
@@ -169,7 +127,7 @@ def call(
     accept: str = JSON,
     credentials: Credentials = NOBODY,
 ) -> httpx.Response:
-    """An answer that is none of refusal, in the form asked for. Raises: AskError, Refused."""
+    """An answer that is none of refusal, in the form asked for. Raises: CommandError, Refused."""
     headers = {"accept": accept, "accept-encoding": "identity", **credentials.headers()}
     if content is not None:
         headers["content-type"] = content_type

@@ -267,20 +267,21 @@ def version() -> None:
 def _told_in_a_sentence() -> Iterator[None]:
     """What goes wrong between here and the service: shown on stderr, exit code 1."""
     from service import ask as asking
+    from service.credentials import CommandError
 
     try:
         yield
     except asking.Refused as error:
         asking.show_refusal(error.problem, Console(stderr=True))
         raise typer.Exit(REFUSED) from None
-    except asking.AskError as error:
+    except CommandError as error:
         print(f"attn: {error}", file=sys.stderr)
         raise typer.Exit(REFUSED) from None
 
 
 def _service(url: str, key: str | None, ca: Path | None, cert: Path | None, cert_key: Path | None) -> dict[str, Any]:
     """Where the service is and what to show it, as every call takes them."""
-    from service.ask import Credentials
+    from service.credentials import Credentials
 
     return {"url": url, "credentials": Credentials(key=key, ca=ca, certificate=cert, certificate_key=cert_key)}
 

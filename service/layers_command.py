@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from service.ask import NOBODY, Credentials, call, layer_path, read_options, read_problem
+from service.ask import call, layer_path, read_options, read_problem
+from service.credentials import NOBODY, Credentials
 
 Layer = dict[str, Any]
 """What the service says of a layer: name, options, dtype, shapes, number of parameters."""
@@ -24,7 +25,7 @@ def put_layer(
     replace: bool = False,
     credentials: Credentials = NOBODY,
 ) -> tuple[Layer, bool]:
-    """What is kept under ``name`` now, and whether that is new. Raises: AskError, Refused."""
+    """What is kept under ``name`` now, and whether that is new. Raises: CommandError, Refused."""
     path = layer_path(name) + "?replace=true" * replace
     body, content_type = read_problem(files, read_options(options))
     answer = call("PUT", url, path, content=body, content_type=content_type, credentials=credentials)
@@ -33,19 +34,19 @@ def put_layer(
 
 
 def list_layers(*, url: str, credentials: Credentials = NOBODY) -> list[Layer]:
-    """Raises: AskError, Refused."""
+    """Raises: CommandError, Refused."""
     layers: list[Layer] = call("GET", url, "/v1/layers", credentials=credentials).json()["layers"]
     return layers
 
 
 def get_layer(name: str, *, url: str, credentials: Credentials = NOBODY) -> Layer:
-    """Raises: AskError, Refused."""
+    """Raises: CommandError, Refused."""
     layer: Layer = call("GET", url, layer_path(name), credentials=credentials).json()
     return layer
 
 
 def delete_layer(name: str, *, url: str, credentials: Credentials = NOBODY) -> None:
-    """Raises: AskError, Refused."""
+    """Raises: CommandError, Refused."""
     call("DELETE", url, layer_path(name), credentials=credentials)
 
 

@@ -16,10 +16,8 @@ from rich.text import Text
 
 from attn_core.problem import GRADIENTS_TENSOR_NAMES, LAYER_GRADIENTS_TENSOR_NAMES
 from service.ask import (
-    NOBODY,
     SPEC,
     AskError,
-    Credentials,
     add_stored_options,
     call,
     check_save,
@@ -30,6 +28,7 @@ from service.ask import (
     save_answer,
     split_name,
 )
+from service.credentials import NOBODY, Credentials
 
 Spec = dict[str, Any]
 """``dtype`` and ``shape`` of a tensor, as the service takes them."""
@@ -58,7 +57,7 @@ def plan(
     verify: bool = False,
     credentials: Credentials = NOBODY,
 ) -> dict[str, Any]:
-    """The service's answer to the specs of a problem. Raises: AskError, Refused."""
+    """The service's answer to the specs of a problem. Raises: CommandError, Refused."""
     check_save(save, (".json",))
     given = read_options(options, outputs, verify=verify)
     members: dict[str, Any] = {}

@@ -55,7 +55,8 @@ def answered(server: RunningServer, folder: Path, *words: str) -> dict[str, Tens
     saved = folder / "answer.safetensors"
     done = run(server, "ask", *words, "--save", str(saved))
     assert (done.exit_code, done.stderr) == (0, ""), done.stderr
-    outputs: dict[str, Tensor] = safetensors.torch.load_file(saved)
+    # Not load_file: its tensors are the file itself, which the next answer overwrites.
+    outputs: dict[str, Tensor] = safetensors.torch.load(saved.read_bytes())
     return outputs
 
 
