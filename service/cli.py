@@ -1,8 +1,9 @@
-"""The command ``attn``: serve, ask, layer, version."""
+"""The command ``attn``: serve, ask, load, layer, version."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -169,6 +170,98 @@ def ask(
         _say(f"drew {heatmap_file}")
 
 
+@app.command()
+def load(
+    context: typer.Context,
+    url: Annotated[
+        str | None,
+        typer.Option(envvar="ATTN_URL", help="Where the service is. Default 127.0.0.1, port 8000; 8001 with --grpc."),
+    ] = None,
+    over_grpc: Annotated[bool, typer.Option("--grpc", help="The Open Inference Protocol over gRPC.")] = False,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--shape",
+            "-s",
+            help=r"B,H,T,D; H/K: K key heads, T/S: S keys, D/V: values of size V; T may be a range, 17-256; @3: three "
+            r"times as often. Several make a mix. \[default: 1,8,128,64]",
+        ),
+    ] = None,
+    form: Annotated[str, typer.Option(help="safetensors, json, base64; several with commas.")] = "safetensors",
+    dtype: Annotated[str, typer.Option(help="float64, float32, float16 or bfloat16.")] = "float32",
+    option: Option = None,
+    outputs: Annotated[str | None, typer.Option(help="What to ask for, such as context,weights.")] = None,
+    rate: Annotated[
+        str | None, typer.Option(help="Open loop: so many requests a second, planned before; several with commas.")
+    ] = None,
+    arrivals: Annotated[str, typer.Option(help="How they arrive: poisson or even.")] = "poisson",
+    concurrency: Annotated[
+        str | None,
+        typer.Option(
+            help=r"Closed loop: so many at once; several with commas. \[default: 8, where there is no --rate]"
+        ),
+    ] = None,
+    duration: Annotated[float, typer.Option(min=0.1, help="Seconds that count, of each step.")] = 10.0,
+    warm_up: Annotated[float, typer.Option(min=0, help="Seconds before them that do not.")] = 1.0,
+    ramp: Annotated[float, typer.Option(min=0, help="Seconds before those in which the load rises.")] = 0.0,
+    processes: Annotated[int, typer.Option(min=1, help="Client processes.")] = 1,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds after which an answer is given up.")] = 30.0,
+    max_in_flight: Annotated[
+        int, typer.Option(min=1, help="So many requests under way; a planned send beyond is a failure.")
+    ] = 1000,
+    check: Annotated[
+        int, typer.Option(min=0, help="Answers of each step to hold against torch in float64; 0: none.")
+    ] = 32,
+    ceiling: Annotated[
+        float, typer.Option(min=0, help="Seconds for what the client can do at all, against an echo; 0: not measured.")
+    ] = 2.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the numbers, the lengths and the arrivals.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything there, for --compare.")] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write a row for each step there.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write a report with charts, one file.")] = None,
+    compare: Annotated[Path | None, typer.Option(help="A --json of an earlier run to hold this one against.")] = None,
+    key: Key = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    cert_key: CertKey = None,
+) -> None:
+    """Load a service: how fast it answers, at which rate, and whether it is right."""
+    from service.ask import read_options
+    from service.credentials import CommandError, Credentials
+    from service.load_command import Files, plan_of
+    from service.load_command import load as run_load
+
+    with _told_in_a_sentence():
+        source = context.get_parameter_source("url")
+        if over_grpc and source is not None and source.name == "ENVIRONMENT":
+            raise CommandError("--grpc: say --url as well, since ATTN_URL is where HTTP is spoken")
+        plan = plan_of(
+            url=url,
+            over_grpc=over_grpc,
+            shapes=shape or [],
+            forms=form,
+            rates=rate,
+            arrivals=arrivals,
+            concurrency=concurrency,
+            dtype=dtype,
+            options=read_options(option or [], outputs),
+            num_checked=check,
+            credentials=Credentials(key=key, ca=ca, certificate=cert, certificate_key=cert_key),
+            ramp_s=ramp,
+            warm_up_s=warm_up,
+            duration_s=duration,
+            num_processes=processes,
+            max_in_flight=max_in_flight,
+            timeout_s=timeout,
+            ceiling_s=ceiling,
+            seed=seed,
+            command=_command_line(),
+        )
+        is_good = run_load(plan, Files(json=json_file, csv=csv_file, html=html_file, compare=compare), Console())
+    if not is_good:
+        raise typer.Exit(REFUSED)
+
+
 @layers.command("put")
 def put_layer(
     name: LayerName,
@@ -288,6 +381,17 @@ def _service(url: str, key: str | None, ca: Path | None, cert: Path | None, cert
 
 def _say(sentence: str) -> None:
     Console().print(sentence, highlight=False, markup=False, soft_wrap=True)
+
+
+def _command_line() -> str:
+    """What was asked, for a report; no key is shown."""
+    words = ["attn", *sys.argv[1:]]
+    for place, word in enumerate(words):
+        if word == "--key" and place + 1 < len(words):
+            words[place + 1] = "..."
+        elif word.startswith("--key="):
+            words[place] = "--key=..."
+    return shlex.join(words)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -1,0 +1,227 @@
+"""What one step has seen so far, and what it comes to: counted in the process that shows it, not in those that send."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.load.arrivals import ClosedLoop, OpenLoop
+from service.load.results import Ceiling, Checked, Distribution, Moment, StepResult
+from service.load.worker import ANSWERED, NOT_SENT, Part, Sample, Step
+
+MAX_BINS = 150
+LATE_S = 0.001
+LATE_SHARE = 0.1
+"""Sends are late where their 99th percentile is beyond a millisecond and a tenth of the latency's own."""
+CEILING_SHARE = 0.8
+"""Above so much of what it can do at all, a client's own waiting is no longer small beside the service's."""
+_BINS_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glance:
+    """A step that runs, at one moment: counts up to now; rates and latencies of the last second or so."""
+
+    at_s: float
+    answered: int
+    failed: int
+    in_flight: int
+    answered_s: float
+    p50_ms: float | None
+    p99_ms: float | None
+    late_ms: float | None
+
+
+class Account:
+    def __init__(self, step: Step, shape_names: Sequence[str], body_bytes: Sequence[int]) -> None:
+        self.step = step
+        self.stopped_s: float | None = None
+        """When sending was ended before its time, from the step's begin."""
+        self._shape_names = shape_names
+        self._body_bytes = np.array(body_bytes)
+        self._parts: list[_Rows] = []
+        self._stages: dict[str, list[Floats]] = {}
+        self._in_flight: dict[int, int] = {}
+        self.samples: list[Sample] = []
+        self.details: dict[str, str] = {}
+
+    def add(self, worker: int, part: Part) -> None:
+        self._parts.append(_Rows(part))
+        for name, durations in part.stages.items():
+            self._stages.setdefault(name, []).append(np.array(durations))
+        self._in_flight[worker] = part.in_flight
+        self.samples += part.samples
+        for kind, detail in part.details.items():
+            self.details.setdefault(kind, detail)
+
+    def glance(self, at_s: float) -> Glance:
+        """Of what came in the second before ``at_s``; the parts are a fraction of a second behind."""
+        answered = sum(int(rows.is_answer.sum()) for rows in self._parts)
+        total = sum(len(rows.done) for rows in self._parts)
+        last = [rows for rows in self._parts[-64:] if len(rows.done) and rows.done[-1] > at_s - 1]
+        latency, late = (_joined([np.zeros(0), *each]) for each in _recent(last))
+        return Glance(
+            at_s=at_s,
+            answered=answered,
+            failed=total - answered,
+            in_flight=sum(self._in_flight.values()),
+            answered_s=len(latency) / min(1.0, max(at_s, 0.1)),
+            p50_ms=_percentile(latency, 50),
+            p99_ms=_percentile(latency, 99),
+            late_ms=_percentile(late, 99) if isinstance(self.step.loop, OpenLoop) else None,
+        )
+
+    def result(self, *, ceiling: Ceiling | None, checked: Checked | None) -> StepResult | None:
+        """None where nothing of the measured time was reached."""
+        step, loop = self.step, self.step.loop
+        from_s = step.measured_from_s
+        end_s = step.end_s if self.stopped_s is None else min(step.end_s, self.stopped_s)
+        rows = _Rows.joined(self._parts)
+        is_measured = (rows.planned >= from_s) & (rows.planned < end_s)
+        if end_s <= from_s or not is_measured.any():
+            return None
+        is_good = is_measured & rows.is_answer
+        is_in_time = rows.is_answer & (rows.done >= from_s) & (rows.done < end_s)
+        duration_s = end_s - from_s
+        latency, lateness = rows.done - rows.planned, rows.sent - rows.planned
+        kinds = Counter(rows.kind_names[is_measured & ~rows.is_answer])
+        was_sent = is_measured & (rows.kind_names != NOT_SENT)
+        requests_s = float(is_in_time.sum() / duration_s)
+        result = {
+            "latency": Distribution.of(latency[is_good]),
+            "lateness": Distribution.of(lateness[was_sent]),
+        }
+        rate_s = loop.rate_s if isinstance(loop, OpenLoop) else None
+        share = None if ceiling is None else (requests_s if rate_s is None else rate_s) / ceiling.requests_s
+        is_sent_in_time = (rows.sent >= from_s) & (rows.sent < end_s) & (rows.kind_names != NOT_SENT)
+        return StepResult(
+            form=step.form,
+            loop="open" if isinstance(loop, OpenLoop) else "closed",
+            rate_s=rate_s,
+            arrivals=loop.arrivals if isinstance(loop, OpenLoop) else None,
+            concurrency=loop.concurrency if isinstance(loop, ClosedLoop) else None,
+            ramp_s=step.ramp_s,
+            warm_up_s=step.warm_up_s,
+            duration_s=duration_s,
+            planned=int(is_measured.sum()),
+            answered=int(is_good.sum()),
+            failed=int(kinds.total()),
+            requests_s=requests_s,
+            sent_mb_s=float(self._body_bytes[rows.number[is_sent_in_time]].sum() / duration_s / 1e6),
+            received_mb_s=float(rows.received[is_in_time].sum() / duration_s / 1e6),
+            latency=result["latency"],
+            service_time=Distribution.of((rows.done - rows.sent)[is_good]),
+            lateness=result["lateness"],
+            errors={str(kind): count for kind, count in kinds.most_common()},
+            stages={name: Distribution.of(_joined(found) / 1e3) for name, found in self._stages.items()},
+            shapes=self._by_shape(latency[is_good], rows.number[is_good]),
+            bin_s=self._bin_s,
+            timeline=tuple(self._timeline(rows, from_s, end_s)),
+            ceiling_share=share,
+            late=tuple(_late(loop, result["latency"], result["lateness"], kinds[NOT_SENT], share)),
+            checked=checked,
+        )
+
+    def ceiling(self, concurrency: int) -> Ceiling | None:
+        """The same as what the client alone can do; None where the echo gave no answer."""
+        result = self.result(ceiling=None, checked=None)
+        if result is None or not result.answered:
+            return None
+        return Ceiling(
+            form=result.form, concurrency=concurrency, requests_s=result.requests_s, latency=result.service_time
+        )
+
+    @property
+    def _bin_s(self) -> float:
+        return next((bin_s for bin_s in _BINS_S if self.step.end_s / bin_s <= MAX_BINS), _BINS_S[-1])
+
+    def _by_shape(self, latency: Floats, number: NDArray[np.int64]) -> dict[str, Distribution]:
+        if len(set(self._shape_names)) < 2:
+            return {}
+        names = np.array(self._shape_names)[number]
+        return {name: Distribution.of(latency[names == name]) for name in dict.fromkeys(self._shape_names)}
+
+    def _timeline(self, rows: _Rows, from_s: float, end_s: float) -> Iterator[Moment]:
+        bin_s, latency = self._bin_s, rows.done - rows.planned
+        last_s = max(end_s, float(rows.done.max(initial=0.0)))
+        planned, done = (np.floor(at / bin_s).astype(np.int64) for at in (rows.planned, rows.done))
+        for place in range(int(np.ceil(last_s / bin_s))):
+            at_s = round(place * bin_s, 6)
+            came = done == place
+            own = latency[came & rows.is_answer]
+            yield Moment(
+                at_s=at_s,
+                phase=self._phase(at_s, end_s),
+                sent=int((planned == place).sum()),
+                answered=len(own),
+                failed=int((came & ~rows.is_answer).sum()),
+                p50_ms=_percentile(own, 50),
+                p99_ms=_percentile(own, 99),
+                max_ms=_percentile(own, 100),
+            )
+
+    def _phase(self, at_s: float, end_s: float) -> str:
+        if at_s < self.step.ramp_s:
+            return "ramp"
+        if at_s < self.step.measured_from_s:
+            return "warm-up"
+        return "measured" if at_s < end_s else "tail"
+
+
+class _Rows:
+    """The columns of a part, as numpy has them."""
+
+    planned: Floats
+    sent: Floats
+    done: Floats
+    number: NDArray[np.int64]
+    received: NDArray[np.int64]
+    kind_names: NDArray[np.str_]
+
+    def __init__(self, part: Part) -> None:
+        self.planned, self.sent, self.done = np.array(part.planned), np.array(part.sent), np.array(part.done)
+        self.number, self.received = np.array(part.number, np.int64), np.array(part.received, np.int64)
+        kind = np.array(part.kind, np.int64)
+        self.is_answer = kind == ANSWERED
+        self.kind_names = np.array(part.kinds)[kind]
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Rows]) -> _Rows:
+        whole = cls(Part())
+        for name in vars(whole):
+            setattr(whole, name, np.concatenate([getattr(whole, name), *(getattr(part, name) for part in parts)]))
+        return whole
+
+
+def _recent(parts: Sequence[_Rows]) -> tuple[list[Floats], list[Floats]]:
+    latency = [(rows.done - rows.planned)[rows.is_answer] for rows in parts]
+    return latency, [rows.sent - rows.planned for rows in parts]
+
+
+def _late(
+    loop: OpenLoop | ClosedLoop, latency: Distribution, lateness: Distribution, not_sent: int, share: float | None
+) -> Iterator[str]:
+    """Why the figures are not the service's alone."""
+    if isinstance(loop, OpenLoop) and lateness.p99_ms > max(LATE_S * 1e3, LATE_SHARE * latency.p99_ms):
+        yield (
+            f"the client was late for its planned sends: by {lateness.p50_ms:.2f} ms at the median, "
+            f"{lateness.p99_ms:.2f} ms at p99, {lateness.max_ms:.2f} ms at most"
+        )
+    if not_sent:
+        yield f"{not_sent} planned sends did not happen: as many requests were under way as --max-in-flight allows"
+    if share is not None and share > CEILING_SHARE:
+        yield f"the client was at {share:.0%} of its own ceiling, which it reached against a bare echo"
+
+
+def _joined(parts: Sequence[Floats]) -> Floats:
+    return np.concatenate(parts)
+
+
+def _percentile(seconds: Floats, percent: float) -> float | None:
+    return float(np.percentile(seconds, percent) * 1e3) if len(seconds) else None

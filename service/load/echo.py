@@ -1,0 +1,90 @@
+"""A bare echo of a service: it takes a body, and gives back the bytes that the service answered to the same one.
+
+It runs in a process of its own and does nothing else, so what a client reaches against it is the client's own ceiling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+import grpc
+
+_HEAD_END = b"\r\n\r\n"
+_NUMBER = re.compile(rb"/echo/(\d+)")
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+
+
+def serve_echo(connection: Connection, answers: Sequence[bytes], over_grpc: bool) -> None:
+    """What the process runs, until ``connection`` closes: its port goes there. ``answers`` are whole, by number."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    serve = _serve_grpc if over_grpc else _serve_http
+    asyncio.run(serve(connection, answers))
+
+
+async def _serve_http(connection: Connection, answers: Sequence[bytes]) -> None:
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: _HttpEcho(answers), "127.0.0.1", 0, backlog=2048)
+    connection.send(server.sockets[0].getsockname()[1])
+    await _closed(connection)
+    server.close()
+
+
+async def _serve_grpc(connection: Connection, answers: Sequence[bytes]) -> None:
+    class Echo(grpc.GenericRpcHandler):  # type: ignore[misc]
+        def service(self, details: Any) -> Any:
+            answer = answers[int(details.method.removeprefix("/echo/"))]
+
+            async def give(message: bytes, rpc_context: Any) -> bytes:
+                return answer
+
+            return grpc.unary_unary_rpc_method_handler(give)
+
+    options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+    server = grpc.aio.server(handlers=[Echo()], options=options)
+    connection.send(server.add_insecure_port("127.0.0.1:0"))
+    await server.start()
+    await _closed(connection)
+    await server.stop(None)
+
+
+async def _closed(connection: Connection) -> None:
+    over = asyncio.Event()
+    asyncio.get_running_loop().add_reader(connection.fileno(), over.set)
+    await over.wait()
+    with suppress(EOFError, OSError):
+        connection.recv()
+
+
+class _HttpEcho(asyncio.Protocol):
+    """Reads one request after another: heads as this package's own client writes them, bodies by their length."""
+
+    def __init__(self, answers: Sequence[bytes]) -> None:
+        self._answers = answers
+        self._head = b""
+        self._left = 0
+        self._answer = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._left == 0:
+            self._head += data
+            head, end, body = self._head.partition(_HEAD_END)
+            if not end:
+                return
+            self._head = b""
+            number, length = _NUMBER.search(head), _LENGTH.search(head)
+            assert number is not None and length is not None
+            self._answer, self._left, data = self._answers[int(number[1])], int(length[1]), body
+        self._left -= len(data)
+        if self._left <= 0:
+            self._left = 0
+            self._transport.write(self._answer)

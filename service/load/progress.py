@@ -1,0 +1,74 @@
+"""How a load test goes, while it runs: a line that changes where somebody looks on, a line a step where nobody does."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from service.load.account import Glance
+from service.load.results import Ceiling, StepResult
+
+
+class ShownProgress:
+    """To be used with ``with``: on a terminal it draws in place."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
+        self._name, self._seconds = "", 0.0
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def begin(self, name: str, seconds: float) -> None:
+        self._name, self._seconds = name, seconds
+        self.glance(None)
+
+    def glance(self, glance: Glance | None) -> None:
+        if self._live is not None:
+            at_s = 0.0 if glance is None else glance.at_s
+            head = Table.grid(padding=(0, 2))
+            bar = ProgressBar(total=self._seconds, completed=min(at_s, self._seconds), width=24)
+            head.add_row(Text(self._name, "bold"), bar, Text(f"{at_s:.0f} of {self._seconds:.0f} s"))
+            self._live.update(Group(head, Text("" if glance is None else said(glance))))
+
+    def end(self, result: StepResult | Ceiling | None) -> None:
+        line = Text(f"{self._name}: {ended(result)}")
+        if isinstance(result, StepResult) and result.late:
+            line.append(f"\n  {'; '.join(result.late)}", "bold red")
+        self._console.print(line, soft_wrap=True)
+
+
+def said(glance: Glance) -> str:
+    """One line: what is so now."""
+    parts = [f"{glance.answered} answered", f"{glance.answered_s:.0f}/s", f"{glance.in_flight} under way"]
+    if glance.failed:
+        parts.append(f"{glance.failed} failed")
+    for name, value in (("p50", glance.p50_ms), ("p99", glance.p99_ms), ("client late p99", glance.late_ms)):
+        if value is not None:
+            parts.append(f"{name} {value:.2f} ms")
+    return ", ".join(parts)
+
+
+def ended(result: StepResult | Ceiling | None) -> str:
+    """One line: what it came to."""
+    if result is None:
+        return "nothing was measured"
+    latency = result.latency
+    times = f"p50 {latency.p50_ms:.2f} ms, p99 {latency.p99_ms:.2f} ms" if latency.count else "no answers"
+    failed = f", {result.failed} failed" if isinstance(result, StepResult) and result.failed else ""
+    return f"{result.requests_s:.1f}/s, {times}{failed}"

@@ -1,0 +1,183 @@
+"""One request there and its answer back, over HTTP or gRPC: never tried again, never refused an exception.
+
+httpx's transport is used without its client around it: a load test wants no cookies, no redirects and no proxies, which
+would take a fifth of the time of a small request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import grpc
+import httpx
+
+from service.client import calls
+from service.client.calls import Reply
+from service.client.tries import SLICE_BYTES, slices
+from service.credentials import CommandError, Credentials
+from service.load.payloads import Payload, server_times
+
+TOO_LATE = "no answer in time"
+_HEADERS = {"accept-encoding": "identity", "user-agent": "attn-load"}
+_MAX_CONNECTIONS = 100_000
+_SHORT_TEXT = 120
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where requests go: ``url`` is http(s)://host:port, over gRPC too, where the scheme says whether TLS is spoken."""
+
+    url: str
+    credentials: Credentials
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """``error`` is what kind of failure it was, such as "429 overloaded"; empty where there is an answer.
+
+    ``stages``: the service's own times in milliseconds; ``headers`` in lower case; ``detail`` a refusal in its words.
+    """
+
+    error: str = ""
+    content: bytes = b""
+    stages: Mapping[str, float] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    detail: str = ""
+
+
+class Sender(Protocol):
+    async def send(self, payload: Payload) -> Outcome: ...
+
+    async def close(self) -> None: ...
+
+
+def make_sender(target: Target, *, grpc: bool) -> Sender:
+    """To be called, used and closed in one event loop."""
+    return GrpcSender(target) if grpc else HttpSender(target)
+
+
+class HttpSender:
+    """HTTP/1.1 with connections kept alive, one for each request under way."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._transport = httpx.AsyncHTTPTransport(
+            verify=target.credentials.tls(),
+            limits=httpx.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=_MAX_CONNECTIONS),
+        )
+        address = urlsplit(target.url)
+        self._headers = {"host": address.netloc} | _HEADERS | target.credentials.headers()
+        self._urls: dict[str, httpx.URL] = {}
+        # The one deadline is ours, over all of it.
+        self._extensions = {"timeout": dict.fromkeys(("connect", "read", "write", "pool"))}
+
+    async def send(self, payload: Payload) -> Outcome:
+        try:
+            async with asyncio.timeout(self._target.timeout_s):
+                return await self._exchange(payload)
+        except TimeoutError:
+            return Outcome(TOO_LATE)
+        except httpx.TransportError as error:
+            return Outcome(_broken(error), detail=str(error))
+
+    async def close(self) -> None:
+        await self._transport.aclose()
+
+    async def _exchange(self, payload: Payload) -> Outcome:
+        url = self._urls.get(payload.path)
+        if url is None:
+            url = self._urls[payload.path] = httpx.URL(self._target.url + payload.path)
+        size = len(payload.body)
+        request = httpx.Request(
+            "POST",
+            url,
+            headers=self._headers
+            | {"content-type": payload.media_type, "accept": payload.media_type, "content-length": str(size)},
+            content=payload.body if size <= SLICE_BYTES else _sliced(payload.body),
+            extensions=self._extensions,
+        )
+        response = await self._transport.handle_async_request(request)
+        try:
+            content = await response.aread()
+        finally:
+            await response.aclose()
+        headers = response.headers
+        if response.status_code != httpx.codes.OK:
+            return _refused(response.status_code, headers, content)
+        return Outcome(content=content, stages=read_stages(headers.get("server-timing", "")), headers=headers)
+
+
+class GrpcSender:
+    """One channel, whose HTTP/2 connection carries every request under way."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        address = urlsplit(target.url)
+        options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+        if address.scheme == "https":
+            channel = grpc.aio.secure_channel(address.netloc, _grpc_credentials(target.credentials), options)
+        else:
+            channel = grpc.aio.insecure_channel(address.netloc, options)
+        self._channel = channel
+        self._metadata = tuple(target.credentials.headers().items())
+        self._methods: dict[str, grpc.aio.UnaryUnaryMultiCallable] = {}
+
+    async def send(self, payload: Payload) -> Outcome:
+        method = self._methods.get(payload.path)
+        if method is None:
+            # Bytes as they are: messages were written before the load began.
+            method = self._methods[payload.path] = self._channel.unary_unary(payload.path)
+        try:
+            content: bytes = await method(payload.body, timeout=self._target.timeout_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            code = error.code()
+            late = code is grpc.StatusCode.DEADLINE_EXCEEDED
+            return Outcome(TOO_LATE if late else code.name, detail=error.details() or "")
+        return Outcome(content=content, stages=server_times(content))
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+def read_stages(header: str) -> dict[str, float]:
+    """Server-Timing, in milliseconds."""
+    found = {}
+    for entry in header.split(","):
+        name, _, duration = entry.strip().partition(";dur=")
+        if duration:
+            found[name] = float(duration)
+    return found
+
+
+def _refused(status: int, headers: Mapping[str, str], content: bytes) -> Outcome:
+    error = calls.refusal_of(calls.info(), Reply(status, headers, memoryview(content)))
+    if error is None:
+        return Outcome(f"{status} instead of 200")
+    return Outcome(f"{status} {error.name}".strip(), detail=str(error), headers=headers)
+
+
+def _broken(error: httpx.TransportError) -> str:
+    if isinstance(error, httpx.ConnectError):
+        return "no connection"
+    return "connection broken"
+
+
+async def _sliced(body: bytes):  # type: ignore[no-untyped-def]
+    for part in slices([body]):
+        yield part
+
+
+def _grpc_credentials(credentials: Credentials) -> grpc.ChannelCredentials:
+    """Raises: CommandError naming the file."""
+    parts = []
+    for path in (credentials.ca, credentials.certificate_key or credentials.certificate, credentials.certificate):
+        try:
+            parts.append(None if path is None else path.read_bytes())
+        except OSError as error:
+            raise CommandError(f"{path}: {error.strerror or error}") from None
+    return grpc.ssl_channel_credentials(*parts)
