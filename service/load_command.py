@@ -155,9 +155,9 @@ def _forms(text: str, over_grpc: bool) -> tuple[str, ...]:
     if over_grpc:
         return ("grpc",)
     forms = tuple(dict.fromkeys(_listed(text)))
-    if unknown := [form for form in forms if form not in FORMS or form == "grpc"]:
-        over_http = ", ".join(form for form in FORMS if form != "grpc")
-        raise CommandError(f"--form: {over_http}, or several with commas; not {unknown[0]} (--grpc is a flag)")
+    over_http = [form for form in FORMS if form != "grpc"]
+    if not forms or not set(forms) <= set(over_http):
+        raise CommandError(f"--form: {', '.join(over_http)}, or several with commas; not {text} (--grpc is a flag)")
     return forms
 
 

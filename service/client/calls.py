@@ -470,7 +470,7 @@ def _read_answer(reply: Reply, kind: Kind, own_shapes: Mapping[str, Shape]) -> A
         outputs=outputs,
         info=_made(Info, {**said, **errors}),
         request_id=reply.headers.get("x-request-id", ""),
-        server_timing=_read_timing(reply.headers.get("server-timing", "")),
+        server_timing=read_timing(reply.headers.get("server-timing", "")),
     )
 
 
@@ -521,7 +521,8 @@ def _read_tensors(reply: Reply, kind: Kind) -> tuple[dict[str, Any], dict[str, A
     return outputs, said
 
 
-def _read_timing(header: str) -> dict[str, float]:
+def read_timing(header: str) -> dict[str, float]:
+    """Milliseconds of each stage, from Server-Timing."""
     found = {}
     for entry in header.split(","):
         name, _, duration = entry.strip().partition(";dur=")

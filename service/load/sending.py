@@ -1,4 +1,4 @@
-"""One request there and its answer back, over HTTP or gRPC: never tried again, never refused an exception.
+"""One request there and its answer back, over HTTP or gRPC. Nothing is tried again, and what fails is an outcome.
 
 httpx's transport is used without its client around it: a load test wants no cookies, no redirects and no proxies, which
 would take a fifth of the time of a small request.
@@ -109,7 +109,7 @@ class HttpSender:
         headers = response.headers
         if response.status_code != httpx.codes.OK:
             return _refused(response.status_code, headers, content)
-        return Outcome(content=content, stages=read_stages(headers.get("server-timing", "")), headers=headers)
+        return Outcome(content=content, stages=calls.read_timing(headers.get("server-timing", "")), headers=headers)
 
 
 class GrpcSender:
@@ -142,16 +142,6 @@ class GrpcSender:
 
     async def close(self) -> None:
         await self._channel.close()
-
-
-def read_stages(header: str) -> dict[str, float]:
-    """Server-Timing, in milliseconds."""
-    found = {}
-    for entry in header.split(","):
-        name, _, duration = entry.strip().partition(";dur=")
-        if duration:
-            found[name] = float(duration)
-    return found
 
 
 def _refused(status: int, headers: Mapping[str, str], content: bytes) -> Outcome:

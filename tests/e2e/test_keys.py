@@ -13,7 +13,8 @@ import httpx
 import pytest
 import torch
 
-from service.ask import AskError, Credentials, Refused, ask
+from service.ask import Refused, ask
+from service.credentials import CommandError, Credentials
 from service.doors.exchange import OPEN_PATHS
 from tests.support.bodies import safetensors_body, strict_json
 from tests.support.every_call import METHODS, OPEN_METHODS, outcome, rest_calls
@@ -239,7 +240,7 @@ def test_the_command_brings_its_key(locked: RunningServer, problem: str) -> None
     for key in (None, "", WRONG):
         with pytest.raises(Refused, match=r"^401: "):
             asks(locked, problem, key)
-    with pytest.raises(AskError) as caught:
+    with pytest.raises(CommandError) as caught:
         asks(locked, problem, "séc\nret")
     assert "ret" not in str(caught.value).replace("printable", "")
 

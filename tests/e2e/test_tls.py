@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,14 @@ import grpc
 import httpx
 import pytest
 import torch
+from rich.console import Console
 
-from service.ask import AskError, Credentials, ask
+from service.ask import AskError, ask
+from service.credentials import CommandError, Credentials
+from service.load.arrivals import ClosedLoop
+from service.load.problems import read_shape
+from service.load.progress import ShownProgress
+from service.load.run import LoadPlan, run_load
 from tests.support.bodies import SAFETENSORS, safetensors_body
 from tests.support.certificates import Authority, Certificate
 from tests.support.roads import WAIT_S, body_of, get
@@ -138,6 +145,25 @@ def test_grpc_over_tls_is_answered_and_needs_its_key_there_too(server: RunningSe
     assert called(server, SERVER_LIVE, credentials) is grpc.StatusCode.OK
     assert called(server, METADATA, credentials) is grpc.StatusCode.UNAUTHENTICATED
     assert called(server, METADATA, credentials, ("authorization", f"Bearer {KEY}")) is grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("form", ["safetensors", "grpc"])
+def test_a_load_test_shows_its_key_and_knows_the_server(server: RunningServer, authority: Authority, form: str) -> None:
+    plan = LoadPlan(
+        url=f"https://localhost:{server.grpc_port if form == 'grpc' else server.port}",
+        forms=(form,),
+        shapes=(read_shape("1,1,4,4"),),
+        loops=(ClosedLoop(concurrency=1),),
+        duration_s=0.2,
+        warm_up_s=0.0,
+        ceiling_s=0.0,
+        credentials=Credentials(key=KEY, ca=authority.file),
+    )
+    progress = ShownProgress(Console(quiet=True))
+    (step,) = run_load(plan, progress).steps
+    assert step.answered and not step.failed and step.checked is not None and step.checked.is_right
+    with pytest.raises(CommandError, match=r"401|UNAUTHENTICATED"):
+        run_load(replace(plan, credentials=Credentials(ca=authority.file)), progress)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +296,7 @@ def test_the_command_names_a_file_that_is_no_certificate(server: RunningServer, 
         file = tmp_path / "file.pem"
         if content is not None:
             file.write_text(content)
-        with pytest.raises(AskError, match=r"^--c.*file\.pem: "):
+        with pytest.raises(CommandError, match=r"^--c.*file\.pem: "):
             asks(server, tmp_path, **{option: file})
 
 
@@ -278,7 +304,7 @@ def test_the_command_asks_nobody_for_the_password_of_a_key(
     server: RunningServer, callers_authority: Authority, tmp_path: Path
 ) -> None:
     locked = callers_authority.sign("locked", password=b"secret")
-    with pytest.raises(AskError, match=r"^--cert .*locked\.pem --cert-key .*locked\.key: "):
+    with pytest.raises(CommandError, match=r"^--cert .*locked\.pem --cert-key .*locked\.key: "):
         asks(server, tmp_path, certificate=locked.file, certificate_key=locked.key_file)
-    with pytest.raises(AskError, match="--cert-key needs --cert"):
+    with pytest.raises(CommandError, match="--cert-key needs --cert"):
         asks(server, tmp_path, certificate_key=locked.key_file)

@@ -1,0 +1,298 @@
+"""The load test against a real server, with client processes and an echo of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from service.cli import app
+from service.load.account import Glance
+from service.load.arrivals import ClosedLoop, OpenLoop
+from service.load.problems import read_shape
+from service.load.results import Ceiling, Results, StepResult, read_results
+from service.load.run import LoadPlan, run_load
+from service.load.worker import NOT_SENT
+from tests.support.server import RunningServer, server_environment
+
+SMALL = (read_shape("1,2,16,8@3"), read_shape("1,4/2,5-40,16"))
+OPEN, CLOSED = OpenLoop(rate_s=60.0, arrivals="even"), ClosedLoop(concurrency=2)
+
+
+class Heard:
+    """A progress that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.ends: list[StepResult | Ceiling | None] = []
+
+    def begin(self, name: str, seconds: float) -> None:
+        self.names.append(name)
+
+    def glance(self, glance: Glance) -> None:
+        assert glance.answered >= 0
+
+    def end(self, result: StepResult | Ceiling | None) -> None:
+        self.ends.append(result)
+
+
+class Stalling(Heard):
+    """Stops the server for 200 ms, half a second after each step began."""
+
+    def __init__(self, server: RunningServer) -> None:
+        super().__init__()
+        self._process_id = server.process.pid
+
+    def begin(self, name: str, seconds: float) -> None:
+        super().begin(name, seconds)
+        threading.Timer(0.5, os.kill, (self._process_id, signal.SIGSTOP)).start()
+        threading.Timer(0.7, os.kill, (self._process_id, signal.SIGCONT)).start()
+
+
+def run(url: str, progress: Heard | None = None, **members: Any) -> Results:
+    given: dict[str, Any] = {
+        "forms": ("safetensors",),
+        "shapes": SMALL,
+        "loops": (CLOSED,),
+        "duration_s": 0.4,
+        "warm_up_s": 0.1,
+        "ceiling_s": 0.0,
+    }
+    return run_load(LoadPlan(url=url, **given | members), progress or Heard())
+
+
+def command(*words: str, **variables: str) -> Result:
+    return CliRunner().invoke(app, ["load", *words], env={"ATTN_URL": "", "COLUMNS": "200"} | variables)
+
+
+QUICK = ("--duration", "0.3", "--warm-up", "0", "--ceiling", "0", "--shape", "1,1,8,8")
+
+
+def test_every_form_and_loop_is_answered_right_beside_the_clients_ceiling(server: RunningServer) -> None:
+    heard = Heard()
+    results = run(
+        server.url,
+        heard,
+        forms=("safetensors", "json", "base64"),
+        loops=(OPEN, CLOSED),
+        options={"causal": True, "outputs": ["context", "weights", "logsumexp"]},
+        num_processes=2,
+        ceiling_s=0.3,
+        ramp_s=0.1,
+    )
+    assert [ceiling.form for ceiling in results.ceilings] == ["safetensors", "json", "base64"]
+    assert all(ceiling.requests_s > 0 and ceiling.latency.count for ceiling in results.ceilings)
+    assert [(step.form, step.loop) for step in results.steps] == [
+        (form, loop) for form in ("safetensors", "json", "base64") for loop in ("open", "closed")
+    ]
+    for step in results.steps:
+        assert step.answered == step.planned > 0 and not step.errors
+        assert step.checked is not None and step.checked.is_right and step.checked.answers > 0, step.checked
+        assert step.stages.keys() == {"read", "parse", "queue", "compute", "encode"}
+        assert step.stages["compute"].count == step.answered
+        assert step.latency.count == step.answered == sum(shape.count for shape in step.shapes.values())
+        assert sum(moment.answered for moment in step.timeline) >= step.answered
+        assert step.ceiling_share is not None and step.received_mb_s > 0 and step.sent_mb_s > 0
+    # 60 a second for 0.4 s, even, of two processes.
+    assert [step.planned for step in results.steps if step.loop == "open"] == pytest.approx([24] * 3, abs=1)
+    assert results.service["device"] == "cpu" and not results.was_cut
+    assert len(heard.names) == len(heard.ends) == 9
+    assert read_results(results.to_json()) == results
+
+
+def test_grpc_is_loaded_as_http_is(server: RunningServer) -> None:
+    results = run(
+        f"http://127.0.0.1:{server.grpc_port}",
+        forms=("grpc",),
+        loops=(OPEN, CLOSED),
+        options={"scale": 0.5, "window": {"left": 3, "right": 3}},
+        dtype="bfloat16",
+        ceiling_s=0.3,
+    )
+    assert results.ceilings[0].requests_s > 0
+    for step in results.steps:
+        assert step.answered == step.planned > 0
+        assert step.checked is not None and step.checked.is_right, step.checked
+        assert step.stages.keys() == {"queue", "compute"}
+
+
+def test_a_stall_of_the_server_shows_in_the_open_loop_and_hides_in_the_closed_one(server: RunningServer) -> None:
+    results = run(
+        server.url,
+        Stalling(server),
+        shapes=(read_shape("1,1,8,8"),),
+        loops=(OpenLoop(rate_s=100.0, arrivals="even"), ClosedLoop(concurrency=1)),
+        warm_up_s=0.2,
+        duration_s=1.5,
+        num_checked=0,
+    )
+    opened, closed = results.steps
+    # 20 of 150 sends were planned in the stall, evenly along its 200 ms.
+    assert opened.latency.p99_ms > 150
+    assert sum((moment.max_ms or 0) > 100 for moment in opened.timeline) >= 1
+    # One of hundreds waited for it, and nothing was sent meanwhile.
+    assert closed.latency.max_ms > 150 and closed.latency.p99_ms < 100
+
+
+def test_a_plan_beyond_what_the_client_can_send_is_called_the_clients_fault(server: RunningServer) -> None:
+    result = command(
+        "--url", server.url, *QUICK, "--rate", "20000", "--max-in-flight", "20", "--check", "0", "--arrivals", "even"
+    )
+    assert result.exit_code == 0, result.output
+    assert "late for its planned sends" in result.output and "did not happen" in result.output
+    results = run(
+        server.url, loops=(OpenLoop(rate_s=20000.0, arrivals="even"),), duration_s=0.3, max_in_flight=20, num_checked=0
+    )
+    (step,) = results.steps
+    assert step.errors.keys() == {NOT_SENT} and len(step.late) == 2
+    assert step.planned == 6000 and step.answered + step.failed == 6000
+
+
+def test_results_are_written_in_every_form_and_held_against_earlier_ones(server: RunningServer, tmp_path: Path) -> None:
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    first = command("--url", server.url, *QUICK, "--json", str(before))
+    assert first.exit_code == 0, first.output
+    second = command(
+        *("--url", server.url, *QUICK, "--compare", str(before), "--json", str(after)),
+        *("--csv", str(tmp_path / "a.csv"), "--html", str(tmp_path / "a.html")),
+    )
+    assert second.exit_code == 0, second.output
+    assert read_results(after.read_bytes()).steps[0].concurrency == 8
+    assert (tmp_path / "a.csv").read_text().splitlines()[1].startswith("safetensors,closed,")
+    assert "<html" in (tmp_path / "a.html").read_text()[:200]
+    assert all(f"wrote {tmp_path / name}" in second.output for name in ("after.json", "a.csv", "a.html"))
+
+
+def test_an_interrupt_ends_it_and_what_was_measured_is_shown(server: RunningServer, tmp_path: Path) -> None:
+    file = tmp_path / "cut.json"
+    words = ("--url", server.url, "--warm-up", "0", "--ceiling", "0", "--duration", "60", "--json", str(file))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "service", "load", *words, "--rate", "20,50", "--check", "2", "--html", str(file) + "l"],
+        env=server_environment(PYTHONUNBUFFERED="1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    threading.Timer(5.0, process.send_signal, (signal.SIGINT,)).start()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    results = read_results(file.read_bytes())
+    assert results.was_cut and len(results.steps) == 1 and results.steps[0].answered > 0
+    assert 0 < results.steps[0].duration_s < 6
+
+
+def test_what_the_service_refuses_is_told_in_its_words_before_any_load(server: RunningServer) -> None:
+    result = command("--url", server.url, *QUICK, "-o", "softcap=-1", "--rate", "10")
+    assert result.exit_code == 1
+    assert "softcap" in result.output and "422 invalid" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--shape", "1,2,3"], "--shape: B,H,T,D"),
+        (["--rate", "0"], "--rate"),
+        (["--rate", "fast"], "--rate"),
+        (["--rate", "nan"], "--rate"),
+        (["--concurrency", "1.5"], "--concurrency"),
+        (["--form", "xml"], "--form"),
+        (["--form", "grpc"], "--grpc"),
+        (["--form", ","], "--form"),
+        (["--dtype", "int8"], "--dtype"),
+        (["--arrivals", "bursts"], "--arrivals"),
+        (["-o", "sinks=[1]"], "--check 0"),
+        (["-o", "dtype=float16"], "--dtype"),
+        (["--url", "http://127.0.0.1:1/v1"], "--url"),
+        (["--url", "ftp://127.0.0.1"], "--url"),
+        (["--json", "/nowhere/at/all.json"], "--json"),
+        (["--compare", "/nowhere/at/all.json"], "--compare"),
+        (["--compare", __file__], "--compare"),
+        (["--grpc"], "ATTN_URL"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_meant_is_told_in_a_sentence(words: list[str], said: str) -> None:
+    result = command(*words, ATTN_URL="http://127.0.0.1:1")
+    assert result.exit_code == 1 and result.stderr.startswith("attn: ") and said in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_nobody_at_the_url_is_told_in_a_sentence() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        result = command("--url", f"http://127.0.0.1:{taken.getsockname()[1]}", *QUICK)
+    assert result.exit_code == 1 and "no connection" in result.stderr
+
+
+class Stub(BaseHTTPRequestHandler):
+    """A service that answers the first request, and of later ones every kind of failure in turn."""
+
+    protocol_version = "HTTP/1.1"
+    answer = b""
+    count = 0
+
+    def do_GET(self) -> None:
+        self.give(200, "application/json", b'{"version": "0", "torch": "0", "device": "stub"}')
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        place, Stub.count = Stub.count % 4, Stub.count + 1
+        if place in (0, 1):
+            self.give(200, "application/vnd.safetensors", self.answer)
+        elif place == 2:
+            self.give(429, "application/problem+json", b'{"type": "/errors/overloaded", "detail": "full"}')
+        else:
+            self.close_connection = True
+
+    def give(self, status: int, media_type: str, content: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-type", media_type)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def stub() -> Iterator[str]:
+    Stub.count = 0
+    with ThreadingHTTPServer(("127.0.0.1", 0), Stub) as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{running.server_address[1]}"
+        running.shutdown()
+        thread.join()
+
+
+def test_failures_are_told_by_kind_and_never_tried_again(stub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stub, "answer", b"\x02\0\0\0\0\0\0\0{}")
+    results = run(stub, shapes=(read_shape("1,1,2,2"),), loops=(ClosedLoop(concurrency=1),), num_checked=0)
+    (step,) = results.steps
+    assert step.errors.keys() == {"429 overloaded", "connection broken"}
+    assert step.failed == sum(step.errors.values())
+    assert abs(step.answered - step.failed) <= 2
+
+
+def test_wrong_answers_make_the_command_fail(stub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    header = json.dumps(
+        {
+            "__metadata__": {"info": "{}"},
+            "context": {"dtype": "F32", "shape": [1, 1, 8, 8], "data_offsets": [0, 256]},
+        }
+    ).encode()
+    monkeypatch.setattr(Stub, "answer", len(header).to_bytes(8, "little") + header + bytes(256))
+    result = command("--url", stub, *QUICK, "--concurrency", "1")
+    assert result.exit_code == 1 and "context is off by" in result.output
