@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from service.load.arrivals import ClosedLoop, OpenLoop
 from service.load.results import Ceiling, Checked, Distribution, Moment, StepResult
-from service.load.worker import ANSWERED, NOT_SENT, Part, Sample, Step
+from service.load.worker import ANSWERED, BEHIND, NOT_SENT, TOO_MANY, Part, Sample, Step
 
 MAX_BINS = 150
 LATE_S = 0.001
@@ -91,15 +91,12 @@ class Account:
         duration_s = end_s - from_s
         latency, lateness = rows.done - rows.planned, rows.sent - rows.planned
         kinds = Counter(rows.kind_names[is_measured & ~rows.is_answer])
-        was_sent = is_measured & (rows.kind_names != NOT_SENT)
+        was_sent = is_measured & ~np.isin(rows.kind_names, NOT_SENT)
         requests_s = float(is_in_time.sum() / duration_s)
-        result = {
-            "latency": Distribution.of(latency[is_good]),
-            "lateness": Distribution.of(lateness[was_sent]),
-        }
+        latencies, latenesses = Distribution.of(latency[is_good]), Distribution.of(lateness[was_sent])
         rate_s = loop.rate_s if isinstance(loop, OpenLoop) else None
         share = None if ceiling is None else (requests_s if rate_s is None else rate_s) / ceiling.requests_s
-        is_sent_in_time = (rows.sent >= from_s) & (rows.sent < end_s) & (rows.kind_names != NOT_SENT)
+        is_sent_in_time = (rows.sent >= from_s) & (rows.sent < end_s) & ~np.isin(rows.kind_names, NOT_SENT)
         return StepResult(
             form=step.form,
             loop="open" if isinstance(loop, OpenLoop) else "closed",
@@ -115,16 +112,16 @@ class Account:
             requests_s=requests_s,
             sent_mb_s=float(self._body_bytes[rows.number[is_sent_in_time]].sum() / duration_s / 1e6),
             received_mb_s=float(rows.received[is_in_time].sum() / duration_s / 1e6),
-            latency=result["latency"],
+            latency=latencies,
             service_time=Distribution.of((rows.done - rows.sent)[is_good]),
-            lateness=result["lateness"],
+            lateness=latenesses,
             errors={str(kind): count for kind, count in kinds.most_common()},
             stages={name: Distribution.of(_joined(found) / 1e3) for name, found in self._stages.items()},
             shapes=self._by_shape(latency[is_good], rows.number[is_good]),
             bin_s=self._bin_s,
             timeline=tuple(self._timeline(rows, from_s, end_s)),
             ceiling_share=share,
-            late=tuple(_late(loop, result["latency"], result["lateness"], kinds[NOT_SENT], share)),
+            late=tuple(_late(loop, latencies, latenesses, kinds, share)),
             checked=checked,
         )
 
@@ -205,7 +202,11 @@ def _recent(parts: Sequence[_Rows]) -> tuple[list[Floats], list[Floats]]:
 
 
 def _late(
-    loop: OpenLoop | ClosedLoop, latency: Distribution, lateness: Distribution, not_sent: int, share: float | None
+    loop: OpenLoop | ClosedLoop,
+    latency: Distribution,
+    lateness: Distribution,
+    kinds: Mapping[str, int],
+    share: float | None,
 ) -> Iterator[str]:
     """Why the figures are not the service's alone."""
     if isinstance(loop, OpenLoop) and lateness.p99_ms > max(LATE_S * 1e3, LATE_SHARE * latency.p99_ms):
@@ -213,8 +214,10 @@ def _late(
             f"the client was late for its planned sends: by {lateness.p50_ms:.2f} ms at the median, "
             f"{lateness.p99_ms:.2f} ms at p99, {lateness.max_ms:.2f} ms at most"
         )
-    if not_sent:
-        yield f"{not_sent} planned sends did not happen: as many requests were under way as --max-in-flight allows"
+    if kinds[TOO_MANY]:
+        yield f"{kinds[TOO_MANY]} planned sends did not happen: --max-in-flight requests were under way"
+    if kinds[BEHIND]:
+        yield f"{kinds[BEHIND]} planned sends did not happen: the client was still behind at the end"
     if share is not None and share > CEILING_SHARE:
         yield f"the client was at {share:.0%} of its own ceiling, which it reached against a bare echo"
 

@@ -198,18 +198,17 @@ class _Test:
                 self.was_cut, account.stopped_s = True, time.monotonic() - begin
                 for worker in self._workers:
                     worker.send(STOP)
-            for worker in wait(list(left), timeout=_GLANCE_EVERY_S):
-                assert isinstance(worker, Connection)
-                part = _received(worker)
-                account.add(left[worker], part)
+            for ready in wait(list(left), timeout=_GLANCE_EVERY_S):
+                part = _received(ready)
+                account.add(left[ready], part)
                 if part.is_last:
-                    del left[worker]
+                    del left[ready]
             if time.monotonic() >= next_glance:
                 next_glance = time.monotonic() + _GLANCE_EVERY_S
                 self._progress.glance(account.glance(max(0.0, time.monotonic() - begin)))
 
 
-def _received(worker: Connection) -> Part:
+def _received(worker: Any) -> Part:
     try:
         part = worker.recv()
     except (EOFError, OSError):

@@ -23,7 +23,10 @@ from service.load.arrivals import ClosedLoop, OpenLoop, planned_sends, starts
 from service.load.payloads import Payload
 from service.load.sending import Outcome, Sender, Target, make_sender
 
-NOT_SENT = "not sent: too many under way"
+TOO_MANY, BEHIND = "not sent: too many under way", "not sent: the client was behind"
+NOT_SENT = (TOO_MANY, BEHIND)
+GRACE_S = 1.0
+"""So long behind the end of a step a client still sends what it should have sent before."""
 STOP, READY = "stop", "ready"
 ANSWERED = 0
 """The place of answers among the kinds of outcomes."""
@@ -225,7 +228,7 @@ class Sending:
         return part
 
     async def _open(self, loop: OpenLoop) -> None:
-        job, begin = self._job, self._step.begin
+        job, begin, is_behind = self._job, self._step.begin, False
         sends = planned_sends(
             loop,
             ramp_s=self._step.ramp_s,
@@ -235,12 +238,14 @@ class Sending:
             seed=job.seed,
         )
         for at_s in sends:
-            # Also where it is late already: answers want to be read.
-            await asyncio.sleep(max(0.0, begin + at_s - time.monotonic()))
+            if not is_behind:
+                # Also where it is late already: answers want to be read.
+                await asyncio.sleep(max(0.0, begin + at_s - time.monotonic()))
             payload = self._next_payload()
-            if len(self._in_flight) >= job.max_in_flight:
-                now_s = time.monotonic() - begin
-                self._add(at_s, now_s, now_s, payload, Outcome(NOT_SENT))
+            now_s = time.monotonic() - begin
+            is_behind = now_s > self._step.end_s + GRACE_S
+            if is_behind or len(self._in_flight) >= job.max_in_flight:
+                self._add(at_s, now_s, now_s, payload, Outcome(BEHIND if is_behind else TOO_MANY))
                 continue
             task = asyncio.create_task(self._one(payload, at_s))
             self._in_flight.add(task)

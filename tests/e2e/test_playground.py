@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +13,6 @@ from typing import Any, Literal
 
 import httpx
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import (
     Browser,
     BrowserContext,
@@ -24,16 +21,13 @@ from playwright.sync_api import (
     Request,
     Route,
     ViewportSize,
-    sync_playwright,
 )
 
 from service.doors.playground_files import FILES, PAGE, PATHS, PLOTLY
 from tests.support.bodies import strict_json
+from tests.support.browser import serious
 from tests.support.server import RunningServer, running_server, server_environment
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-NEED_BROWSER = "TESTS_NEED_BROWSER"
-"""Set where the tests of the page must not be skipped."""
 README = (Path(__file__).parents[2] / "README.md").read_text()
 SOURCES = Path(__file__).parents[2] / "service" / "playground_page"
 EXAMPLES = ("six-vectors", "causal", "cross", "gqa", "padding", "window", "sinks")
@@ -121,21 +115,6 @@ class Playground:
         """Nothing in the console, and nobody asked but this service."""
         assert self.troubles == []
         assert [url for url in self.asked if not url.startswith(f"{self.url}/")] == []
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    path = next(filter(None, map(shutil.which, NAMES)), None)
-    if path is None:
-        why = "no Chromium here (apt-get install chromium): the playground is not tried"
-        if os.environ.get(NEED_BROWSER):
-            pytest.fail(why)
-        pytest.skip(why)
-    with sync_playwright() as playwright:
-        # In a container there is no sandbox to be had, and /dev/shm is small.
-        launched = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        with launched:
-            yield launched
 
 
 @pytest.fixture(scope="module")
@@ -586,12 +565,6 @@ def test_pictures_follow_the_colours_of_the_machine(shown: Playground) -> None:
     assert drawn() != light
     shown.page.emulate_media(color_scheme="light")
     assert drawn() == light
-
-
-def serious(page: Page) -> list[str]:
-    """What axe-core finds that keeps people from using the page."""
-    found = Axe().run(page).response["violations"]
-    return [f"{one['id']}: {one['nodes'][0]['html']}" for one in found if one["impact"] in ("serious", "critical")]
 
 
 def test_where_keys_are_set_the_page_asks_for_one_and_keeps_it_for_the_tab(browser: Browser) -> None:

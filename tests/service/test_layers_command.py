@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from service.ask import SAFETENSORS, AskError, Credentials, Refused
+from service.ask import SAFETENSORS, AskError, Refused
+from service.credentials import Credentials
 from service.layers_command import delete_layer, get_layer, list_layers, put_layer, show_layer, show_layers
 from tests.support.answering import PROBLEM, Answering, answering
 

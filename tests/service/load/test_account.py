@@ -133,10 +133,11 @@ def test_late_sends_hidden_behind_fast_ones_are_told_of() -> None:
     assert result is not None and result.late
 
 
-def test_sends_that_did_not_happen_are_failures_and_told_of() -> None:
-    result = account(part((3.0, 3.0, 3.1, ""), (3.1, 3.1, 3.1, NOT_SENT))).result(ceiling=None, checked=None)
+@pytest.mark.parametrize("kind", NOT_SENT)
+def test_sends_that_did_not_happen_are_failures_and_told_of(kind: str) -> None:
+    result = account(part((3.0, 3.0, 3.1, ""), (3.1, 3.1, 3.1, kind))).result(ceiling=None, checked=None)
     assert result is not None
-    assert result.errors == {NOT_SENT: 1} and "did not happen" in result.late[0]
+    assert result.errors == {kind: 1} and "did not happen" in result.late[0]
     # Nothing of it was sent: no bytes, no lateness.
     assert result.sent_mb_s == pytest.approx(500 / 4 / 1e6) and result.lateness.count == 1
 
