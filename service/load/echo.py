@@ -11,10 +11,11 @@ import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
+_BUFFER_BYTES = 2**20
 _HEAD_END = b"\r\n\r\n"
 _NUMBER = re.compile(rb"/echo/(\d+)")
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
@@ -24,7 +25,17 @@ def serve_echo(connection: Connection, answers: Sequence[bytes], over_grpc: bool
     """What the process runs, until ``connection`` closes: its port goes there. ``answers`` are whole, by number."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     serve = _serve_grpc if over_grpc else _serve_http
-    asyncio.run(serve(connection, answers))
+    with asyncio.Runner(loop_factory=_fastest_loop) as runner:
+        runner.run(serve(connection, answers))
+
+
+def _fastest_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
 
 
 async def _serve_http(connection: Connection, answers: Sequence[bytes]) -> None:
@@ -61,30 +72,35 @@ async def _closed(connection: Connection) -> None:
         connection.recv()
 
 
-class _HttpEcho(asyncio.Protocol):
+class _HttpEcho(asyncio.BufferedProtocol):
     """Reads one request after another: heads as this package's own client writes them, bodies by their length."""
 
     def __init__(self, answers: Sequence[bytes]) -> None:
         self._answers = answers
+        self._buffer = bytearray(_BUFFER_BYTES)
         self._head = b""
         self._left = 0
         self._answer = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports are none of asyncio's classes.
+        self._transport = cast(asyncio.Transport, transport)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> bytearray:
+        # Bodies are of no use here: each piece lies over the one before.
+        return self._buffer
+
+    def buffer_updated(self, num_bytes: int) -> None:
         if self._left == 0:
-            self._head += data
+            self._head += self._buffer[:num_bytes]
             head, end, body = self._head.partition(_HEAD_END)
             if not end:
                 return
-            self._head = b""
             number, length = _NUMBER.search(head), _LENGTH.search(head)
             assert number is not None and length is not None
-            self._answer, self._left, data = self._answers[int(number[1])], int(length[1]), body
-        self._left -= len(data)
+            self._answer, self._left, self._head = self._answers[int(number[1])], int(length[1]), b""
+            num_bytes = len(body)
+        self._left -= num_bytes
         if self._left <= 0:
             self._left = 0
             self._transport.write(self._answer)
