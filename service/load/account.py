@@ -13,7 +13,7 @@ from service.load.arrivals import ClosedLoop, OpenLoop
 from service.load.results import Ceiling, Checked, Distribution, Moment, StepResult
 from service.load.worker import ANSWERED, BEHIND, NOT_SENT, TOO_MANY, Part, Sample, Step
 
-MAX_BINS = 150
+MAX_BINS = 60
 LATE_S = 0.001
 LATE_SHARE = 0.1
 """Sends are late where their 99th percentile is beyond a millisecond and a tenth of the latency's own."""

@@ -172,4 +172,4 @@ def test_a_glance_is_of_the_last_second() -> None:
 def test_a_timeline_has_bins_that_can_be_looked_at(duration_s: float) -> None:
     of = Step(form="json", loop=OPEN, begin=0.0, ramp_s=0.0, warm_up_s=0.0, duration_s=duration_s)
     result = account(part((0.0, 0.0, 0.01, "")), of=of).result(ceiling=None, checked=None)
-    assert result is not None and 5 <= len(result.timeline) <= 150
+    assert result is not None and 5 <= len(result.timeline) <= 61
