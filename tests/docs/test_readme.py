@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from service.cli import app
 from service.settings import describe_settings
 from tests.support.server import RunningServer
 
@@ -80,3 +83,16 @@ def test_the_table_of_settings_is_the_settings() -> None:
     rows = [f"| `{name}` | `{default}` | {meaning} |" for name, default, meaning in describe_settings()]
     table = README.split("<!-- settings -->\n")[1].split("<!-- /settings -->")[0].splitlines()
     assert table[2:] == rows
+
+
+def test_the_load_tests_run(server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    commands = [line for line in README.splitlines() if line.startswith("attn load ")]
+    assert len(commands) == 5
+    for command in commands:
+        url = f"http://127.0.0.1:{server.grpc_port}" if "--grpc" in command else server.url
+        # The last of an option that is said twice holds.
+        short = ["--url", url, "--duration", "0.2", "--warm-up", "0", "--ramp", "0", "--ceiling", "0", "--check", "4"]
+        ran = CliRunner().invoke(app, [*shlex.split(command)[1:], *short])
+        assert ran.exit_code == 0, ran.output
+    assert all((tmp_path / name).stat().st_size for name in ("before.json", "report.html", "steps.csv"))
