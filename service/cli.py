@@ -156,8 +156,6 @@ def ask(
             planned = ask_plan(files, **given)
         else:
             tensors, info = asking.ask(files, heatmap=draws, **given)
-        if heatmap_file is not None:
-            pictures.write(tensors["weights"], heatmap_file)
     if save is not None:
         _say(f"wrote {save}")
     elif plan:
@@ -167,6 +165,8 @@ def ask(
     if heatmap:
         pictures.draw(tensors["weights"], console)
     if heatmap_file is not None:
+        with _told_in_a_sentence():
+            pictures.write(tensors["weights"], heatmap_file)
         _say(f"drew {heatmap_file}")
 
 

@@ -22,10 +22,9 @@ from rich.text import Text
 from torch import Tensor
 
 from service.ask import AskError
+from service.client.plot import FORMS, MISSING, empty_runs, plot, step_of
 from service.client.plot import MAX_PANELS as MAX_FILE_PANELS
-from service.client.plot import MISSING, empty_runs, plot, step_of
 
-FORMS = (".png", ".svg", ".pdf")
 MAX_PANELS, MAX_QUERIES = 16, 128
 _LINES = 24
 _LEVELS = 64
@@ -35,7 +34,7 @@ _EMPTY, _NOT_FINITE = Color.from_rgb(110, 110, 110), Color.from_rgb(214, 39, 40)
 
 def check_file(path: Path) -> None:
     """Before anything is sent. Raises: AskError where no picture can be written there."""
-    if path.suffix not in FORMS:
+    if path.suffix.lower() not in FORMS:
         raise AskError(f"--heatmap-file takes {', '.join(FORMS)}, not {path.name}")
     if not path.parent.is_dir():
         raise AskError(f"there is no folder {path.parent} to write {path.name} to")
@@ -53,7 +52,7 @@ def write(weights: Tensor, path: Path) -> None:
         )
     try:
         plot(weights, path=path)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         raise AskError(f"--heatmap-file: {error}") from None
     except OSError as error:
         raise AskError(f"cannot write {path}: {error.strerror or error}") from None

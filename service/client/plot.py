@@ -6,6 +6,7 @@ matplotlib is imported when a picture is made, and never its pyplot: a figure be
 from __future__ import annotations
 
 import math
+import operator
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 MAX_PANELS = 64
 """More than these nobody could read, and a file of them would take gigabytes to make."""
+FORMS = (".png", ".svg", ".pdf")
+"""Endings of files, in small letters or capitals."""
 MISSING = "pictures need matplotlib, which is not installed: pip install 'attn[plot]'"
 Tokens = Sequence[str] | tuple[Sequence[str], Sequence[str]]
 
@@ -44,12 +47,16 @@ def plot(
     ``[H,T,S]`` or ``[B,H,T,S]``, numpy, torch or nested lists. ``heads`` chooses some of H; heads, queries and keys are
     numbered as they stand in the weights. ``tokens`` stand at the axes, as many as can be read: one text for each where
     queries and keys are the same, or a pair, those of the queries and those of the keys. ``path``: a file to write too,
-    in the form that its ending names (.png, .svg, .pdf). Rows of nothing but zeros, as those that may attend no key
+    in the form that its ending names (.png, .svg, .pdf). Signs that the font lacks are boxes, and matplotlib warns of
+    them: ``rcParams["font.family"]`` takes a list of fonts. Rows of nothing but zeros, as those that may attend no key
     have, are hatched; what is not finite is red.
 
     Opens no window and leaves matplotlib's state as it is. Raises: ValueError for weights, heads or tokens that do not
-    go together, or more than 64 panels; ModuleNotFoundError where matplotlib is missing.
+    go together, more than 64 panels, or another ending; OSError where the file cannot be written; ModuleNotFoundError
+    where matplotlib is missing.
     """
+    if path is not None and not os.fspath(path).lower().endswith(FORMS):
+        raise ValueError(f"path ends in {', '.join(FORMS)}, not {os.fspath(path)!r}")
     given = _numbers(answer.weights if hasattr(answer, "outputs") else answer)
     weights, chosen = _chosen(given, heads)
     num_items, num_heads, num_queries, num_keys = weights.shape
@@ -120,11 +127,14 @@ def empty_runs(matrix: NDArray[Any]) -> list[tuple[int, int]]:
 def _numbers(weights: Any) -> NDArray[Any]:
     # A tensor of torch, without torch: on any device, of bfloat16 too, which numpy has not.
     if hasattr(weights, "detach"):
-        weights = weights.detach().cpu().double()
+        weights = weights.detach().cpu() if weights.is_complex() else weights.detach().cpu().double()
     try:
-        numbers = np.asarray(weights, dtype=np.float64)
+        numbers = np.asarray(weights)
+        if np.iscomplexobj(numbers):
+            raise ValueError("complex")
+        numbers = numbers.astype(np.float64, copy=False)
     except (TypeError, ValueError):
-        raise ValueError("weights are numbers in nested lists of even lengths, or an array of numbers") from None
+        raise ValueError("weights are real numbers in nested lists of even lengths, or an array of them") from None
     if not 2 <= numbers.ndim <= 4:
         raise ValueError(f"weights are [T,S], [H,T,S] or [B,H,T,S], not {list(numbers.shape)}")
     if not numbers.size:
@@ -136,7 +146,7 @@ def _chosen(weights: NDArray[Any], heads: Sequence[int] | None) -> tuple[NDArray
     """The weights as ``[B,H,T,S]``, and which heads these are. Raises: ValueError."""
     whole = weights.reshape((1,) * (4 - weights.ndim) + weights.shape)
     num_items, num_heads = whole.shape[:2]
-    chosen = list(range(num_heads)) if heads is None else [int(head) for head in heads]
+    chosen = list(range(num_heads)) if heads is None else _whole_numbers(heads)
     if not chosen:
         raise ValueError("heads names no head to draw")
     beyond = [head for head in chosen if not 0 <= head < num_heads]
@@ -144,10 +154,20 @@ def _chosen(weights: NDArray[Any], heads: Sequence[int] | None) -> tuple[NDArray
         raise ValueError(f"heads are 0 to {num_heads - 1} here, not {', '.join(map(str, beyond))}")
     if num_items * len(chosen) > MAX_PANELS:
         raise ValueError(
-            f"{num_items} items with {len(chosen)} heads each are more than {MAX_PANELS} panels: choose by heads=[...] "
+            f"items times heads, {num_items} x {len(chosen)}, are more than {MAX_PANELS} panels: choose by heads=[...] "
             "or give the weights of fewer items"
         )
     return whole[:, chosen], chosen
+
+
+def _whole_numbers(heads: Sequence[int]) -> list[int]:
+    try:
+        # True and False, as in a mask of heads, would be read as heads 1 and 0.
+        if not any(isinstance(head, bool | np.bool_) for head in heads):
+            return [operator.index(head) for head in heads]
+    except TypeError:
+        pass
+    raise ValueError(f"heads is a list of whole numbers, as in heads=[0, 3], not {heads!r}")
 
 
 def _labels(tokens: Tokens | None, num_queries: int, num_keys: int) -> tuple[list[str], list[str]] | None:
@@ -155,15 +175,21 @@ def _labels(tokens: Tokens | None, num_queries: int, num_keys: int) -> tuple[lis
         return None
     if isinstance(tokens, str):
         raise ValueError("tokens is a list with one text for each token, not one text")
-    alike = all(isinstance(token, str) for token in tokens)
-    if not alike and len(tokens) != 2:
+    given: list[Any] = list(tokens)
+    alike = _are_texts(given)
+    if not alike and (len(given) != 2 or isinstance(given[0], str) or not all(map(_are_texts, given))):
         raise ValueError("tokens is one list of texts, or a pair of them: those of the queries, those of the keys")
-    pair: list[Any] = [tokens, tokens] if alike else list(tokens)
+    pair = [given, given] if alike else given
     for side, texts, expected in zip(("queries", "keys"), pair, (num_queries, num_keys), strict=True):
         if len(texts) != expected:
             more = "; a pair of lists gives queries and keys each their own" * alike
             raise ValueError(f"there are {expected} {side}, and {len(texts)} tokens{more}")
     return [_readable(token) for token in pair[0]], [_readable(token) for token in pair[1]]
+
+
+def _are_texts(texts: Any) -> bool:
+    """Whether it is a list of texts, or an array of them, or one text, which is a list of its signs."""
+    return isinstance(texts, Sequence | np.ndarray) and all(isinstance(text, str) for text in texts)
 
 
 def _readable(token: str) -> str:

@@ -18,9 +18,10 @@ What it sees, and how:
 What it cannot see, and says at the end where the model given has it: regions that ``torch.compile`` turned into code of
 their own, ``flex_attention``, ``varlen_attn``, kernels of other libraries, attention written out as products and
 softmax, ``nn.MultiheadAttention`` with ``need_weights=True`` inside TorchScript and its tracer. Not said, since no
-model shows it: jagged nested tensors and ``torch.func.vmap``, which torch takes apart before,
-``multi_head_attention_forward`` imported by name, torch's own fused operators called directly, and devices other than
-CPU, CUDA, XPU, MPS and torch's PrivateUse1.
+model shows it: nested tensors given to ``scaled_dot_product_attention``, jagged or not, and ``torch.func.vmap``, which
+torch takes apart before, ``multi_head_attention_forward`` imported by name, torch's own fused operators called
+directly, and devices other than CPU, CUDA, XPU, MPS and torch's PrivateUse1. Calls of a model that is compiled with
+``backend="eager"`` are seen, and have no names.
 """
 
 from service.client.capture.calls import Captured, CapturedCall

@@ -14,7 +14,7 @@ GENERAL = (
     "flex_attention, varlen_attn and kernels of other libraries (flash_attn, xformers)",
     "attention written out as products and softmax (in transformers: attn_implementation='eager'; 'sdpa' is seen)",
     "nn.MultiheadAttention with need_weights=True inside TorchScript, or multi_head_attention_forward imported by name",
-    "jagged nested tensors and torch.func.vmap",
+    "nested tensors given to scaled_dot_product_attention, jagged or not, and torch.func.vmap",
 )
 _KERNELS = {
     "flex_attention": "flex_attention",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsIndex, overload
 
 import torch
 from torch import Tensor
@@ -99,9 +99,9 @@ class CapturedCall:
 class Captured:
     """The calls of a capture, in the order in which they ended. Read it during the capture or after it.
 
-    ``captured[3]`` is the fourth call, ``captured["layer.3.attn"]`` the only call of that module,
-    ``captured["layer.3.attn", 1]`` its second; ``of(name)`` all of them. ``unseen`` says what the capture knows that it
-    did not see.
+    ``captured[3]`` is the fourth call, ``captured[-2:]`` the last two, ``captured["layer.3.attn"]`` the only call of
+    that module, ``captured["layer.3.attn", 1]`` its second; ``of(name)`` all of them. ``unseen`` says what the capture
+    knows that it did not see.
     """
 
     def __init__(self) -> None:
@@ -118,9 +118,17 @@ class Captured:
     def __contains__(self, name: object) -> bool:
         return name in self._by_name
 
-    def __getitem__(self, which: int | str | tuple[str, int]) -> CapturedCall:
+    @overload
+    def __getitem__(self, which: slice) -> tuple[CapturedCall, ...]: ...
+    @overload
+    def __getitem__(self, which: SupportsIndex | str | tuple[str, SupportsIndex]) -> CapturedCall: ...
+    def __getitem__(
+        self, which: slice | SupportsIndex | str | tuple[str, SupportsIndex]
+    ) -> CapturedCall | tuple[CapturedCall, ...]:
         """Raises: IndexError, KeyError; KeyError also for a name alone that made several calls."""
-        if isinstance(which, int):
+        if isinstance(which, slice):
+            return tuple(self._calls[which])
+        if isinstance(which, SupportsIndex):
             return self._calls[which]
         if isinstance(which, tuple):
             name, nth = which

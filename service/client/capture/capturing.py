@@ -291,8 +291,9 @@ def _own(weights: Tensor, posed: Posed) -> _Computed:
 
 
 def _outside_inference(tensor: Tensor) -> Tensor:
-    """A tensor that can take part in anything; those of inference mode cannot."""
-    return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
+    """A tensor that can take part in anything; those of inference mode cannot, and the engine's are such."""
+    with torch.inference_mode(False):
+        return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _notes(seen: SeenCall) -> tuple[str, ...]:
