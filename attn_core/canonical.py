@@ -257,8 +257,10 @@ def canonicalize(problem: AttentionProblem) -> CanonicalProblem:
     if problem.query_offset is not None:
         offset = _to_index(problem.query_offset, device)  # type: ignore[assignment]
     elif options.causal == "lower_right":
-        last: Tensor | int = dims.seq_len_kv if key_lengths is None else key_lengths
-        offset = last - (dims.seq_len_q if query_lengths is None else query_lengths)
+        offset = _difference(
+            dims.seq_len_kv if key_lengths is None else key_lengths,
+            dims.seq_len_q if query_lengths is None else query_lengths,
+        )
     causal = options.causal is not False
     if causal and isinstance(offset, int) and offset >= dims.seq_len_kv - 1:
         # One query at the end of its keys sees them all: the case of decoding needs no mask.
@@ -317,6 +319,14 @@ def _to_bhtd(tensor: Tensor, options: AttentionOptions, num_heads: int) -> Tenso
 
 def _to_index(tensor: Tensor | None, device: torch.device) -> Tensor | None:
     return None if tensor is None else tensor.to(device, torch.int64)
+
+
+def _difference(end: Tensor | int, length: Tensor | int) -> Tensor | int:
+    """Of tensors without numbers one of them: to subtract such, torch would first import its compiler, for a second."""
+    for tensor in (end, length):
+        if isinstance(tensor, Tensor) and tensor.is_meta:
+            return tensor
+    return end - length
 
 
 def _to_rank_4(tensor: Tensor | None, device: torch.device) -> Tensor | None:

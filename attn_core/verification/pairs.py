@@ -112,7 +112,10 @@ class Pairs:
         offset = vector(problem.query_offset, torch.int64)
         if offset is None:
             offset = torch.zeros(1, dtype=torch.int64, device=device)
-            if options.causal == "lower_right":
+            if options.causal == "lower_right" and device.type == "meta":
+                # To add numbers that are not there, torch would first import its compiler, for a second.
+                offset = next((lengths for lengths in (key_lengths, query_lengths) if lengths is not None), offset)
+            elif options.causal == "lower_right":
                 offset = offset + (dims.seq_len_kv if key_lengths is None else key_lengths)
                 offset = offset - (dims.seq_len_q if query_lengths is None else query_lengths)
         return cls(

@@ -22,6 +22,7 @@ FILES: dict[str, tuple[str, str]] = {
     f"{PAGE}/examples.js": ("examples.js", _JS),
     f"{PAGE}/embedding.js": ("embedding.js", _JS),
     f"{PAGE}/nested.js": ("nested.js", _JS),
+    f"{PAGE}/pasted.js": ("pasted.js", _JS),
     f"{PAGE}/api.js": ("api.js", _JS),
     f"{PAGE}/results.js": ("results.js", _JS),
     f"{PAGE}/heatmap.js": ("heatmap.js", _JS),

@@ -2,14 +2,16 @@
 
 const KEY = "attn-key";
 
-/** The service refused; `problem` is its answer. */
+/** The service refused; `problem` is its answer, `retryAfter` the seconds after which it may be asked again, or null. */
 export class Refused extends Error {
-  constructor(status, problem) {
+  constructor(status, problem, retryAfter = null) {
     super(problem.detail ?? problem.title ?? `status ${status}`);
-    this.status = status;
-    this.problem = problem;
+    Object.assign(this, { status, problem, retryAfter });
   }
 }
+
+/** Nobody answered. */
+export class Unreachable extends Error {}
 
 /** A path of the service as it is seen from this page, whatever stands before both. */
 export function addressOf(path) {
@@ -36,19 +38,20 @@ export function keepKey(key) {
   }
 }
 
-/** POST JSON text. Throws Refused with the service's own words, or what fetch throws. */
+/** POST JSON text. Throws Refused with the service's own words, Unreachable, or AbortError. */
 export async function post(path, text, signal) {
   const headers = { "Content-Type": "application/json", Accept: "application/json, application/problem+json;q=0.9" };
   if (keptKey()) headers.Authorization = `Bearer ${keptKey()}`;
-  const answer = await fetch(addressOf(path), { method: "POST", body: text, headers, signal });
-  let members;
-  try {
-    members = await answer.json();
-  } catch (error) {
+  const request = { method: "POST", body: text, headers, signal };
+  const answer = await fetch(addressOf(path), request).catch((error) => {
+    throw signal?.aborted ? error : new Unreachable(error.message);
+  });
+  const members = await answer.json().catch((error) => {
     if (signal?.aborted) throw error;
-    members = { detail: `the answer, ${answer.status}, was not JSON` };
-    throw new Refused(answer.status, members);
-  }
-  if (!answer.ok) throw new Refused(answer.status, members);
-  return members;
+    return null;
+  });
+  const isObject = members !== null && typeof members === "object" && !Array.isArray(members);
+  if (answer.ok && isObject) return members;
+  const problem = isObject ? members : { detail: `the answer, ${answer.status}, was not a JSON object` };
+  throw new Refused(answer.status, problem, answer.headers.get("Retry-After"));
 }

@@ -1,15 +1,18 @@
 // The page: fields to request to answer to pictures, and the address that holds them all.
 
-import { keepKey, keptKey, post, Refused } from "./api.js";
+import { keepKey, keptKey, post, Refused, Unreachable } from "./api.js";
 import { copyOf } from "./copies.js";
 import { RULE } from "./embedding.js";
 import { EXAMPLES } from "./examples.js";
-import { buildRequest, DEFAULTS, fieldOf, fromFragment, toFragment } from "./fields.js";
+import { buildRequest, DEFAULTS, fieldOf, fromFragment, isField, toFragment } from "./fields.js";
 import { shapeOf, toJson, withRank } from "./nested.js";
 import { PlanPanel } from "./plan.js";
 import { Results } from "./results.js";
 
 const PAUSE_MS = 150;
+const ADDRESS_PAUSE_MS = 200;
+/** Answers that may be others a moment later. */
+const PASSING = [408, 429, 500, 502, 503, 504];
 const page = document.documentElement;
 const at = (id) => document.getElementById(id);
 const control = (name) => (name === "source" ? document.querySelector("input[name=source]:checked") : at(name));
@@ -18,6 +21,7 @@ let view = fromFragment("").view;
 let built = null;
 let timer = null;
 let asking = null;
+let asksForKey = false;
 
 const results = new Results(at("results"), (looked) => {
   view = { ...view, ...looked };
@@ -33,18 +37,15 @@ function writeFields(fields) {
   for (const [name, value] of Object.entries(fields)) {
     if (name === "source") continue;
     at(name).value = value;
-    if (at(name).value !== value && at(name).tagName === "SELECT") at(name).value = DEFAULTS[name];
   }
-  check("source", fields.source, DEFAULTS.source);
+  check("source", fields.source);
   showSource();
   const inMore = [...at("more").querySelectorAll("[data-field]")].some(({ dataset }) => fields[dataset.field].trim());
   if (inMore) at("more").open = true;
 }
 
-function check(name, value, otherwise) {
-  const radios = [...document.querySelectorAll(`input[name=${name}]`)];
-  const chosen = radios.find((radio) => radio.value === value) ?? radios.find((radio) => radio.value === otherwise);
-  chosen.checked = true;
+function check(name, value) {
+  document.querySelector(`input[name=${name}][value="${value}"]`).checked = true;
 }
 
 function checked(name) {
@@ -53,10 +54,10 @@ function checked(name) {
 
 function writeView() {
   at("plan").value = view.plan;
-  check("plan_outputs", view.plan_outputs, "context");
-  check("copy", view.copy, "curl");
-  // What an old address says may be no choice of ours.
-  view = { ...view, plan: at("plan").value, plan_outputs: checked("plan_outputs"), copy: checked("copy") };
+  check("plan_outputs", view.plan_outputs);
+  check("copy", view.copy);
+  // The slider has its own idea of a number that it cannot show.
+  view = { ...view, plan: at("plan").value };
 }
 
 function showSource() {
@@ -65,16 +66,32 @@ function showSource() {
 
 let addressTimer = null;
 
-/** Soon, and not for each step of a key that is held down: browsers count such changes. */
+/** At once, but not for each step of a key that is held down: browsers count such changes. */
 function keepAddress() {
-  clearTimeout(addressTimer);
+  if (addressTimer !== null) return;
+  writeAddress();
   addressTimer = setTimeout(() => {
-    try {
-      history.replaceState(null, "", `#${toFragment(readFields(), view)}`);
-    } catch {
-      // Too long for an address, or too often: the page goes on without.
-    }
-  }, PAUSE_MS);
+    addressTimer = null;
+    writeAddress();
+  }, ADDRESS_PAUSE_MS);
+}
+
+/** `isNew`: a place of its own, to which Back comes from the next one. */
+function writeAddress({ isNew = false } = {}) {
+  const fragment = `#${toFragment(readFields(), view)}`;
+  if (fragment === location.hash) return;
+  try {
+    if (isNew) history.pushState(null, "", fragment);
+    else history.replaceState(null, "", fragment);
+  } catch {
+    note("This is too much for an address, or it changed too often: the address has an older state of the page.");
+  }
+}
+
+/** What is to be known of the address; no text: nothing. */
+function note(text) {
+  at("address-note").textContent = text;
+  at("address-note").hidden = !text;
 }
 
 function setState(state) {
@@ -86,7 +103,11 @@ function say(text) {
 }
 
 function edited() {
+  note("");
+  // An answer to what the fields said before would come too late.
+  asking?.abort();
   setState("busy");
+  keepAddress();
   clearTimeout(timer);
   timer = setTimeout(run, PAUSE_MS);
 }
@@ -99,14 +120,14 @@ async function run() {
   setState("busy");
   keepAddress();
   const fields = readFields();
-  built = buildRequest(fields);
-  markExample(fields);
-  showCopy();
-  if (built.faults.length) {
-    refuse(built.faults, "The request cannot be made", fields);
-    return;
-  }
   try {
+    built = buildRequest(fields);
+    markExample(fields);
+    showCopy();
+    if (built.faults.length) {
+      refuse(built.faults, "The request cannot be made", fields);
+      return;
+    }
     const answer = await post("v1/attention", toJson(built.body), signal);
     const sums = await sumsOf(answer, built.body, signal);
     clearFaults();
@@ -128,7 +149,12 @@ async function sumsOf(answer, body, signal) {
   const [B, , , S] = shapeOf(weights);
   const ones = Array.from({ length: B }, () => [Array.from({ length: S }, () => [1])]);
   const dtype = answer.info.dtype === "float64" ? "float64" : "float32";
-  const { context } = await post("v1/weighted_sum", toJson({ weights, value: ones, dtype }), signal);
+  const asked = post("v1/weighted_sum", toJson({ weights, value: ones, dtype }), signal);
+  const { context } = await asked.catch((error) => {
+    // The fields of that call are none of this page.
+    if (error instanceof Refused) delete error.problem.errors;
+    throw error;
+  });
   return context.map((item) => item.map((head) => head.map(([sum]) => sum)));
 }
 
@@ -141,28 +167,39 @@ function sayInfo(info) {
 
 function failed(error, fields) {
   if (!(error instanceof Refused)) {
-    setState("unreachable");
+    const isAway = error instanceof Unreachable;
+    setState(isAway ? "unreachable" : "failed");
     clearFaults();
-    general([`The service did not answer: ${error.message}`]);
-    say("No answer.");
+    general([isAway ? `The service did not answer: ${error.message}` : `This page failed: ${error.message}`], true);
+    say(`No answer.${older()}`);
     return;
   }
   if (error.status === 401) {
-    askForKey(error);
+    askForKey();
     return;
   }
   const title = error.problem.title ?? "Refused";
   const faults = error.problem.errors ?? [];
-  refuse(faults, faults.length ? title : `${title}: ${error.message}`, fields);
+  if (faults.length) {
+    refuse(faults, title, fields);
+    return;
+  }
+  setState("refused");
+  clearFaults();
+  const patience = error.retryAfter ? [`It may be asked again in ${error.retryAfter} s.`] : [];
+  general([`${title}: ${error.message}`, ...patience], PASSING.includes(error.status));
+  say(`No answer.${older()}`);
 }
 
-function askForKey(error) {
+function askForKey() {
   setState("locked");
+  asksForKey = true;
+  showCopy();
   clearFaults();
   say("This service asks for a key.");
   at("key-form").hidden = false;
   if (keptKey()) showFault("api_key", { expected: "a key that this service knows", received: "another one" });
-  else say(error.message);
+  askPlan();
   at("api_key").focus();
 }
 
@@ -171,15 +208,20 @@ function refuse(faults, title, fields) {
   clearFaults();
   const elsewhere = [];
   for (const fault of faults) {
-    const field = fault.field in DEFAULTS && !(fault.field in (built?.body ?? {})) ? fault.field : fieldOf(fault, fields);
+    const isOwn = isField(fault.field) && !Object.hasOwn(built.body, fault.field);
+    const field = isOwn ? fault.field : fieldOf(fault, fields);
     const isShown = field !== null && at(field).closest("[data-source][hidden]") === null;
     if (isShown) showFault(field, fault);
     else elsewhere.push(`${fault.field || "the request"}: expected ${fault.expected}; received ${fault.received}`);
   }
-  if (elsewhere.length || !faults.length) general([title, ...elsewhere]);
-  const count = faults.length > 1 ? `${faults.length} faults` : "1 fault";
-  const old = at("results").hidden ? "" : " What is shown below is the last problem that was answered.";
-  say(`${title}: ${faults.length ? count : "see above"}.${old}`);
+  if (elsewhere.length) general([title, ...elsewhere]);
+  say(`${title}: ${faults.length > 1 ? `${faults.length} faults` : "1 fault"}.${older()}`);
+  if (!results.problem) askPlan();
+}
+
+/** What stands below is not of the fields as they are now. */
+function older() {
+  return at("results").hidden ? "" : " What is shown below is the last problem that was answered.";
 }
 
 function showFault(field, { field: path, expected, received }) {
@@ -209,6 +251,7 @@ function describe(field) {
 
 function clearFaults() {
   at("general-fault").hidden = true;
+  at("again").hidden = true;
   for (const note of document.querySelectorAll(".fault")) {
     const field = note.id.replace(/-fault$/, "");
     note.remove();
@@ -217,7 +260,7 @@ function clearFaults() {
   }
 }
 
-function general(texts) {
+function general(texts, mayPass = false) {
   const parts = texts.map((text) => {
     const part = document.createElement("p");
     part.textContent = text;
@@ -225,6 +268,7 @@ function general(texts) {
   });
   at("general-fault").replaceChildren(...parts);
   at("general-fault").hidden = false;
+  at("again").hidden = !mayPass;
 }
 
 /** Of what was answered last: a body that is refused has no axes. */
@@ -234,11 +278,13 @@ function askPlan() {
 
 function showCopy() {
   const hasFaults = built.faults.length > 0;
+  const isKeyed = asksForKey || Boolean(keptKey());
   at("copy-button").disabled = hasFaults;
-  at("copy-hint").textContent = keptKey()
+  at("copy-done").textContent = "";
+  at("copy-hint").textContent = isKeyed
     ? "The key is not in it: it is read from the variable ATTN_CLIENT_KEY."
     : "What this page asked, with all outputs that it shows. JSON is the body of POST /v1/attention.";
-  at("copy-text").textContent = hasFaults ? "There is no request yet." : copyOf(view.copy, built.body, Boolean(keptKey()));
+  at("copy-text").textContent = hasFaults ? "There is no request yet." : copyOf(view.copy, built.body, isKeyed);
 }
 
 async function copy() {
@@ -264,22 +310,33 @@ function markExample(fields) {
   at("example-about").textContent = chosen?.about ?? "";
 }
 
-function takeExample(example) {
+/** An example is a place to come back to, and so is what was there before it. */
+function pickExample(example) {
+  writeAddress();
+  fillIn(example);
+  writeAddress({ isNew: true });
+  run();
+}
+
+function fillIn(example) {
+  note("");
   view = { ...view, item: "0", head: "0", at: "weights.0.0" };
   at("more").open = false;
   writeFields({ ...DEFAULTS, ...example.fields });
-  run();
 }
 
 function fromAddress() {
   if (location.hash.length < 2) {
-    takeExample(EXAMPLES[0]);
+    fillIn(EXAMPLES[0]);
+    run();
     return;
   }
   const said = fromFragment(location.hash);
   view = said.view;
   writeView();
   writeFields(said.fields);
+  const strange = said.strange.slice(0, 3).map((text) => (text.length > 40 ? `${text.slice(0, 40)}…` : text));
+  note(strange.length ? `The address says what this page does not know, and which is left out: ${strange.join(", ")}.` : "");
   run();
 }
 
@@ -289,7 +346,7 @@ function start() {
     ...EXAMPLES.map((example) => {
       const button = document.createElement("button");
       Object.assign(button, { type: "button", value: example.name, textContent: example.title });
-      button.addEventListener("click", () => takeExample(example));
+      button.addEventListener("click", () => pickExample(example));
       return button;
     }),
   );
@@ -323,12 +380,13 @@ function start() {
   });
   at("copy-kinds").addEventListener("input", () => {
     view = { ...view, copy: checked("copy") };
-    at("copy-done").textContent = "";
     keepAddress();
     showCopy();
   });
   at("copy-button").addEventListener("click", copy);
+  at("again").addEventListener("click", run);
   addEventListener("hashchange", fromAddress);
+  at("to-results").addEventListener("click", () => at("answer").scrollIntoView());
   writeView();
   fromAddress();
 }

@@ -2,6 +2,7 @@
 
 import { embed } from "./embedding.js";
 import { shapeOf } from "./nested.js";
+import { readList, readScalar, readTensor, Unreadable } from "./pasted.js";
 
 /** Every field and what it holds on an empty page. */
 export const DEFAULTS = {
@@ -39,6 +40,14 @@ export const OUTPUTS = ["context", "weights", "scores", "logits", "logsumexp", "
 
 const MAX_PAIRS = 2 ** 18;
 
+const CHOICES = {
+  source: ["tokens", "tensors"],
+  causal: ["", "true", "upper_left", "lower_right"],
+  dtype: ["float32", "float64", "float16", "bfloat16"],
+  plan_outputs: ["context", "context weights"],
+  copy: ["curl", "python", "json"],
+};
+
 /** Fields and view as the part of an address behind #: what differs from an empty page. */
 export function toFragment(fields, view) {
   const said = new URLSearchParams();
@@ -48,15 +57,27 @@ export function toFragment(fields, view) {
   for (const [name, empty] of Object.entries(VIEW_DEFAULTS)) {
     if (view[name] !== empty) said.set(name, view[name]);
   }
-  return said.toString();
+  // Nothing behind # stands for a page that was just opened, which shows the first example.
+  return said.toString() || "tokens=";
 }
 
-/** The way back; what is not a field is left alone. */
+/** The way back. `strange` is what the address says and no field can hold, in its words. */
 export function fromFragment(fragment) {
-  const said = new URLSearchParams(fragment.replace(/^#/, ""));
+  const pairs = [...new URLSearchParams(fragment.replace(/^#/, ""))];
+  const known = { ...DEFAULTS, ...VIEW_DEFAULTS };
+  const isSecond = (name, index) => pairs.findIndex(([other]) => other === name) < index;
+  const isNoChoice = (name, value) => Object.hasOwn(CHOICES, name) && !CHOICES[name].includes(value);
+  const strange = pairs.filter(
+    ([name, value], index) => !Object.hasOwn(known, name) || isNoChoice(name, value) || isSecond(name, index),
+  );
+  const said = new Map(pairs.filter((pair) => !strange.includes(pair)));
   const read = (defaults) =>
     Object.fromEntries(Object.entries(defaults).map(([name, empty]) => [name, said.get(name) ?? empty]));
-  return { fields: read(DEFAULTS), view: read(VIEW_DEFAULTS) };
+  return {
+    fields: read(DEFAULTS),
+    view: read(VIEW_DEFAULTS),
+    strange: strange.map(([name, value]) => (value ? `${name}=${value}` : name)),
+  };
 }
 
 /** The request that the fields make, and the faults that keep them from being one. */
@@ -64,9 +85,8 @@ export function buildRequest(fields) {
   const faults = [];
   const body = {};
   const names = fields.source === "tokens" ? fromTokens(fields, body, faults) : fromTensors(fields, body, faults);
-  for (const name of [...TENSORS, ...LISTS]) {
-    if (fields[name].trim()) body[name] = readTensor(fields[name], name, faults);
-  }
+  for (const name of TENSORS) if (fields[name].trim()) body[name] = readWith(readTensor, fields, name, faults);
+  for (const name of LISTS) if (fields[name].trim()) body[name] = readWith(readList, fields, name, faults);
   if (fields.causal) body.causal = fields.causal === "true" ? true : fields.causal;
   for (const name of ["scale", "softcap"]) {
     if (fields[name].trim()) body[name] = readScalar(fields[name]);
@@ -116,7 +136,7 @@ function fromTokens(fields, body, faults) {
 
 function fromTensors(fields, body, faults) {
   for (const name of ["query", "key", "value"]) {
-    if (fields[name].trim()) body[name] = readTensor(fields[name], name, faults);
+    if (fields[name].trim()) body[name] = readWith(readTensor, fields, name, faults);
   }
   return { queries: null, keys: null };
 }
@@ -128,37 +148,13 @@ function readCount(fields, field, most, faults) {
   return 1;
 }
 
-/** JSON, or plain rows of numbers or of true and false, with a line for each row. */
-function readTensor(text, field, faults) {
+function readWith(read, fields, field, faults) {
   try {
-    return JSON.parse(text);
+    return read(fields[field]);
   } catch (error) {
-    const rows = readRows(text);
-    if (rows) return rows;
-    faults.push({ field, expected: "JSON, or a row of numbers in each line", received: `${text.trim().slice(0, 40)} (${error.message})` });
+    if (!(error instanceof Unreadable)) throw error;
+    faults.push({ field, expected: error.expected, received: error.received });
     return null;
-  }
-}
-
-const WORDS = { nan: "NaN", inf: "Infinity", "+inf": "Infinity", "-inf": "-Infinity", true: true, false: false };
-
-function readRows(text) {
-  const lines = text.trim().split(/\n+/);
-  const rows = lines.map((line) => line.trim().split(/[\s,;]+/).map(readWord));
-  return rows.flat().includes(undefined) ? null : rows;
-}
-
-function readWord(word) {
-  if (/^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i.test(word)) return Number(word);
-  return WORDS[word.toLowerCase()];
-}
-
-/** A number where it is one; else the text as it stands, which the service refuses by name. */
-function readScalar(text) {
-  try {
-    return JSON.parse(text);
-  } catch {
-    return text.trim();
   }
 }
 
@@ -170,7 +166,12 @@ export function fieldOf(fault, fields) {
     if (name === "query") return "tokens";
     if (name === "key" || name === "value") return fields.kv_heads.trim() ? "kv_heads" : "memory_tokens";
   }
-  return name in DEFAULTS && name !== "source" ? name : null;
+  return isField(name) ? name : null;
+}
+
+/** Whether a fault can stand beside a field of this name. */
+export function isField(name) {
+  return Object.hasOwn(DEFAULTS, name) && name !== "source";
 }
 
 /** A plan's request: the same problem with n tokens on both sides, said by shapes alone. */

@@ -1,5 +1,7 @@
 // A matrix as colours. It is drawn for the eye alone: the table beside it has the same numbers for everybody.
 
+import { short } from "./nested.js";
+
 const MAX_LABELS = 16;
 const MAX_TEXT_ROWS = 24;
 const TEXT_PX = 46;
@@ -16,7 +18,8 @@ function plain(text) {
 }
 
 function cut(text) {
-  return text.length > 11 ? `${text.slice(0, 10)}…` : text;
+  const letters = [...text];
+  return letters.length > 11 ? `${letters.slice(0, 10).join("")}…` : text;
 }
 
 function ticksOf(names) {
@@ -26,7 +29,7 @@ function ticksOf(names) {
 }
 
 export class Heatmap {
-  /** `range` is "unit" for numbers from 0 to 1, "signed" for those around 0. */
+  /** `range` is "unit" for numbers from 0 to 1, "signed" for those around 0. Without plotly it says so and draws nothing. */
   constructor(host, { range, onSelect, onPick }) {
     this.host = host;
     this.range = range;
@@ -37,8 +40,12 @@ export class Heatmap {
   }
 
   /** `numbers` [rows][columns] as the service gave them; `isForbidden(row, column)` are pairs that do not count. */
-  show({ numbers, rowNames, columnNames, short, isForbidden }) {
-    this.last = { numbers, rowNames, columnNames, short, isForbidden };
+  show({ numbers, rowNames, columnNames, isForbidden }) {
+    if (!window.Plotly) {
+      this.host.textContent = "No picture: plotly.min.js did not load. The table has the same numbers.";
+      return undefined;
+    }
+    this.last = { numbers, rowNames, columnNames, isForbidden };
     const finite = numbers.map((row, i) =>
       row.map((number, j) => (typeof number === "number" && !isForbidden(i, j) ? number : null)),
     );
@@ -48,7 +55,7 @@ export class Heatmap {
     const longest = Math.max(...columnNames.map((name) => cut(name).length));
     // A text is drawn where there is no number too: each trace has only its own.
     const textsOf = (shown) =>
-      numbers.map((row, i) => row.map((number, j) => (shown[i][j] === null ? "" : inCell(number, short))));
+      numbers.map((row, i) => row.map((number, j) => (shown[i][j] === null ? "" : short(number, 3))));
     const common = {
       type: "heatmap",
       texttemplate: isSmall ? "%{text}" : "",
@@ -58,7 +65,7 @@ export class Heatmap {
       // One colour for all: the scales are light, or dark, enough for it everywhere.
       textfont: { size: 11, color: colour("--text") },
     };
-    const scale = scaleOf(finite.flat().filter((number) => number !== null), this.range);
+    const scale = scaleOf(finite.flat().filter((number) => number !== null), this.range, columnNames.length);
     const traces = [
       {
         ...common,
@@ -113,7 +120,7 @@ export class Heatmap {
 
   clear() {
     this.last = null;
-    window.Plotly.purge(this.host);
+    window.Plotly?.purge(this.host);
     this.isListening = false;
     this.host.replaceChildren();
   }
@@ -133,10 +140,16 @@ export class Heatmap {
   }
 }
 
+/** One share of very many is small: by its square root it is seen all the same. */
+export function goesByRoot(numColumns) {
+  return numColumns > MAX_LABELS;
+}
+
 /** Colours from the smallest to the largest number, with 0 always in the one of nothing. */
-function scaleOf(numbers, range) {
+function scaleOf(numbers, range, numColumns) {
   const [none, plus, minus] = ["--heat-0", "--heat-plus", "--heat-minus"].map(colour);
-  if (range === "unit") return { zmin: 0, zmax: 1, colorscale: [[0, none], [1, plus]] };
+  const steps = goesByRoot(numColumns) ? [0, 1 / 8, 1 / 4, 1 / 2, 1] : [0, 1];
+  if (range === "unit") return { zmin: 0, zmax: 1, colorscale: steps.map((root) => [root ** 2, mixed(none, plus, root)]) };
   const [least, most] = numbers.reduce(([low, high], number) => [Math.min(low, number), Math.max(high, number)], [0, 0]);
   if (least === 0) return { zmin: 0, zmax: most || 1, colorscale: [[0, none], [1, plus]] };
   if (most === 0) return { zmin: least, zmax: 0, colorscale: [[0, minus], [1, none]] };
@@ -144,7 +157,11 @@ function scaleOf(numbers, range) {
   return { zmin: -largest, zmax: largest, colorscale: [[0, minus], [0.5, none], [1, plus]] };
 }
 
-function inCell(number, short) {
-  if (typeof number !== "number") return short(number);
-  return String(Number(number.toPrecision(3))).replace("-", "−");
+/** A share of the way from one colour, #rrggbb, to another. */
+function mixed(from, to, share) {
+  const parts = [1, 3, 5].map((at) => {
+    const [low, high] = [from, to].map((text) => Number.parseInt(text.slice(at, at + 2), 16));
+    return Math.round(low + share * (high - low));
+  });
+  return `rgb(${parts.join(", ")})`;
 }

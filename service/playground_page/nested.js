@@ -31,38 +31,40 @@ const PYTHON_WORDS = { true: "True", false: "False", null: "None" };
 
 /** JSON with one line for each innermost list. */
 export function toJson(value) {
-  return written(value, "", JSON_WORDS);
+  return written(value, 0, JSON_WORDS);
 }
 
-/** The same as an expression of Python. */
-export function toPython(value, indent = "") {
-  return written(value, indent, PYTHON_WORDS);
+/** The same as an expression of Python, of which the first line begins at column `at`. */
+export function toPython(value, at = 0) {
+  return written(value, at, PYTHON_WORDS);
 }
 
-function written(value, indent, words) {
+function written(value, at, words) {
   if (typeof value === "number") return Object.is(value, -0) ? "-0.0" : JSON.stringify(value);
   if (value === null || typeof value === "boolean") return words[String(value)];
   if (typeof value === "string") return JSON.stringify(value);
-  const deeper = `${indent}  `;
   if (Array.isArray(value)) {
-    if (!value.some((part) => Array.isArray(part))) {
-      return `[${value.map((part) => written(part, deeper, words)).join(", ")}]`;
-    }
-    return `[\n${value.map((part) => deeper + written(part, deeper, words)).join(",\n")}\n${indent}]`;
+    const between = value.some((part) => Array.isArray(part)) ? `,\n${" ".repeat(at + 1)}` : ", ";
+    return `[${value.map((part) => written(part, at + 1, words)).join(between)}]`;
   }
-  const members = Object.entries(value).map(
-    ([name, part]) => `${deeper}${JSON.stringify(name)}: ${written(part, deeper, words)}`,
-  );
+  const indent = " ".repeat(at);
+  const members = Object.entries(value).map(([name, part]) => {
+    const start = `${indent}  ${JSON.stringify(name)}: `;
+    return start + written(part, start.length, words);
+  });
   return `{\n${members.join(",\n")}\n${indent}}`;
 }
 
-/** A number as tables show it: four digits; NaN and infinities by their usual signs. */
-export function short(number) {
-  if (number === "Infinity") return "∞";
-  if (number === "-Infinity") return "−∞";
-  if (typeof number !== "number") return String(number);
-  const rounded = Number(number.toPrecision(4));
-  return String(rounded).replace("-", "−");
+/**
+ * A number as it is shown among others: one that is whole without a point, every other to the same width, so that 1 is
+ * told from 0.99999; NaN and infinities by their usual signs.
+ */
+export function short(number, digits = 4) {
+  if (typeof number !== "number" || (Number.isInteger(number) && Math.abs(number) < 10 ** digits)) return full(number);
+  const size = Math.abs(Number(number.toPrecision(digits)));
+  const isOdd = size >= 10 ** digits || size < 0.001;
+  const before = size < 1 ? 0 : Math.floor(Math.log10(size)) + 1;
+  return (isOdd ? number.toExponential(1) : number.toFixed(digits - before)).replace("e+", "e").replaceAll("-", "−");
 }
 
 /** A number with every digit that the service gave. */

@@ -40,7 +40,7 @@ export class NumberGrid {
     this.rowNames = [];
   }
 
-  /** Make a cell the one that Tab comes to. Null: the row alone is marked. */
+  /** Make a cell the one that Tab comes to. Null: the row alone is marked; undefined: nothing is. */
   mark(row, column) {
     if (!this.rowNames?.length) return;
     const isElsewhere = this.#pageOf(row, column ?? this.column) !== this.page;
@@ -139,5 +139,7 @@ function headOf(name, scope) {
   const cell = document.createElement("th");
   cell.scope = scope;
   cell.textContent = name;
+  // Long names are cut in sight.
+  cell.title = name;
   return cell;
 }

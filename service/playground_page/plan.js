@@ -55,7 +55,7 @@ export class PlanPanel {
       if (signal.aborted) return;
       const faults = error instanceof Refused ? (error.problem.errors ?? []) : [];
       const why = faults.map(({ field, expected, received }) => `${field}: expected ${expected}; received ${received}`);
-      this.out.textContent = ["No plan:", error.message, ...why].join(" ");
+      this.out.textContent = `No plan at this length: ${why.join(". ") || error.message}`;
     }
     this.root.dataset.state = "answered";
   }
@@ -65,7 +65,7 @@ export class PlanPanel {
     const verdict = document.createElement("p");
     verdict.className = answer.admitted ? "verdict" : "verdict refused";
     verdict.textContent = answer.admitted
-      ? `Would be let in, on the path ${answer.path}: ${answer.why}.`
+      ? `Would be let in, and take about ${inTime(answer.paths[answer.path].estimated_ms)} on the path ${answer.path}: ${answer.why}.`
       : `Would not be let in: ${answer.why}.`;
     const list = document.createElement("dl");
     const rows = [

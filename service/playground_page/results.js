@@ -1,13 +1,15 @@
 // What the service answered: four linked matrices of one head, its rows and keys, and the number in focus.
 
-import { formulaOf, inputsOf } from "./formulas.js";
-import { Heatmap } from "./heatmap.js";
+import { formulaOf, inputsOf, isForbidden, kindOfRow, restrictionsOf } from "./formulas.js";
+import { goesByRoot, Heatmap } from "./heatmap.js";
 import { full, shapeOf, short, withRank } from "./nested.js";
 import { NumberGrid } from "./number_grid.js";
 
 const MATRICES = ["scores", "logits", "weights", "context"];
 const RANKS = { logsumexp: 3, entropy: 3, weight_totals: 3 };
 const EMPTY = "∅ ";
+/** With more columns than this a matrix has the whole width of the page. */
+const MAX_NARROW = 6;
 
 export class Results {
   /** `onView({item, head, at})` is called when another number, head or item is looked at. */
@@ -30,11 +32,14 @@ export class Results {
     );
     const ofRow = (row) => this.select(this.matrix, row, this.column);
     this.rows = new NumberGrid(root.querySelector("#rows"), { label: "rows, numbers", onSelect: ofRow });
-    this.keys = new NumberGrid(root.querySelector("#keys"), { label: "keys, numbers", onSelect: () => {} });
+    this.keys = new NumberGrid(root.querySelector("#keys"), {
+      label: "keys, numbers",
+      onSelect: (key) => this.select(this.matrix === "context" ? "weights" : this.matrix, this.row, key),
+    });
     const redraw = () => {
       for (const { map } of this.panels.values()) map.redraw();
     };
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+    matchMedia("screen and (prefers-color-scheme: dark)").addEventListener("change", redraw);
     addEventListener("resize", redraw);
   }
 
@@ -53,7 +58,7 @@ export class Results {
     const keyShape = shapeOf(body.key ?? body.query);
     const K = keyShape.length === 4 ? keyShape[1] : keyShape.length === 3 ? keyShape[0] : 1;
     const axes = { B, H, K, T, S, D: shapeOf(body.query).at(-1), V: shapeOf(outputs.context)[3] };
-    this.problem = { body, names, outputs, inputs, axes, info, sums };
+    this.problem = { body, names, outputs, inputs, axes, info, sums, restrictions: restrictionsOf(body) };
     [this.item, this.head] = [clamp(view.item, B), clamp(view.head, H)];
     const [matrix, row, column] = view.at.split(".");
     this.matrix = MATRICES.includes(matrix) ? matrix : "weights";
@@ -107,11 +112,8 @@ export class Results {
   async #draw() {
     const { axes, outputs, names, sums } = this.problem;
     const { item, head } = this;
-    const logits = outputs.logits[item][head];
-    const isForbidden = (row, column) => logits[row][column] === "-Infinity";
-    const isEmpty = logits.map((row) => row.every((logit) => logit === "-Infinity"));
-    const named = (tokens, index) => (tokens ? `${index} ${tokens[index]}` : String(index));
-    const queries = Array.from({ length: axes.T }, (_, i) => (isEmpty[i] ? EMPTY : "") + named(names.queries, i));
+    const kinds = outputs.logits[item][head].map((_, row) => kindOfRow(this.problem, { item, head, row }));
+    const queries = kinds.map((kind, i) => (kind === "empty" ? EMPTY : "") + named(names.queries, i));
     const keys = Array.from({ length: axes.S }, (_, j) => named(names.keys, j));
     const values = Array.from({ length: axes.V }, (_, c) => String(c));
     const drawn = MATRICES.map((name) => {
@@ -119,7 +121,10 @@ export class Results {
       const isContext = name === "context";
       const numbers = outputs[name][item][head];
       const columnNames = isContext ? values : keys;
-      const counts = (row, column) => (isContext ? isEmpty[row] : name !== "scores" && isForbidden(row, column));
+      const isOut = (row, column) =>
+        kinds[row] !== "" || (!isContext && isForbidden(this.problem, { item, head, row, column }));
+      const isGrey = (row, column) => name !== "scores" && isOut(row, column);
+      grid.host.closest(".panel").classList.toggle("wide", columnNames.length > MAX_NARROW);
       grid.show({
         rowNames: queries,
         columnNames,
@@ -127,10 +132,10 @@ export class Results {
         cell: (row, column) => ({
           text: short(numbers[row][column]),
           full: full(numbers[row][column]),
-          kind: counts(row, column) ? "forbidden" : "",
+          kind: isGrey(row, column) ? "forbidden" : "",
         }),
       });
-      return map.show({ numbers, rowNames: queries, columnNames, short, isForbidden: counts });
+      return map.show({ numbers, rowNames: queries, columnNames, isForbidden: isGrey });
     });
     const ofRows = [
       ["sum", sums?.[item][head]],
@@ -142,27 +147,39 @@ export class Results {
       columnNames: [...ofRows.map(([name]) => name), "empty"],
       corner: "query",
       cell: (row, column) => {
+        const kind = kinds[row] && "empty";
         if (column === ofRows.length) {
-          const text = isEmpty[row] ? "∅ empty" : "no";
-          return { text, full: text, kind: isEmpty[row] ? "empty" : "" };
+          const text = { empty: "∅ empty", padding: "padding", "": "no" }[kinds[row]];
+          return { text, full: text, kind };
         }
         const number = ofRows[column][1][row];
-        return { text: short(number), full: full(number), kind: isEmpty[row] ? "empty" : "" };
+        return { text: short(number), full: full(number), kind };
       },
     });
     const totals = outputs.weight_totals[item][head];
     this.keys.show({
       rowNames: keys,
-      columnNames: ["weight from all queries"],
+      columnNames: ["weight"],
       corner: "key",
       cell: (row) => ({ text: short(totals[row]), full: full(totals[row]) }),
     });
+    this.root.querySelector("#root-note").hidden = !goesByRoot(axes.S);
     const about = this.root.querySelector("#empty-note");
-    const count = isEmpty.filter(Boolean).length;
-    about.hidden = count === 0;
+    about.hidden = !kinds.includes("empty");
     about.textContent = `${EMPTY}marks a row that may attend no key: its weights, context and entropy are 0.`;
     this.#mark();
     await Promise.all(drawn);
+  }
+
+  /** The same place in words. */
+  #place() {
+    const { names, axes } = this.problem;
+    const place = document.createElement("div");
+    place.className = "hint";
+    const column = this.matrix === "context" ? `value ${this.column}` : `key ${named(names.keys, this.column)}`;
+    const head = axes.H > 1 ? [`head ${this.head}`] : [];
+    place.textContent = [...head, `query ${named(names.queries, this.row)}`, column].join(", ");
+    return place;
   }
 
   #mark() {
@@ -175,6 +192,7 @@ export class Results {
       map.mark(row, marked);
     }
     this.rows.mark(row, null);
+    this.keys.mark(isContext ? this.keys.row : column, isContext ? undefined : null);
     const number = outputs[matrix][item][head][row][column];
     const first = document.createElement("p");
     const name = document.createElement("span");
@@ -189,9 +207,13 @@ export class Results {
       line.textContent = text;
       return line;
     });
-    this.readout.replaceChildren(first, ...rest);
+    this.readout.replaceChildren(first, ...rest, this.#place());
     this.onView({ item: String(item), head: String(head), at: `${matrix}.${row}.${column}` });
   }
+}
+
+function named(tokens, index) {
+  return tokens ? `${index} ${tokens[index]}` : String(index);
 }
 
 function clamp(text, count) {

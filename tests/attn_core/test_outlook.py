@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -196,3 +198,33 @@ def test_gradients_that_come_in_grow_too() -> None:
 def test_a_tensor_without_numbers_has_dtype_and_shape_alone() -> None:
     spec = spec_of(make_tensor(2, 3, dtype=torch.bfloat16))
     assert spec.hollow().is_meta and spec_of(spec.hollow()) == spec
+
+
+def test_an_outlook_does_no_arithmetic_on_tensors_without_numbers() -> None:
+    # torch imports its compiler for the first such, which would hold up everybody for a second.
+    program = """
+import sys, torch
+from attn_core.outlook import outlook
+from attn_core import AttentionOptions, AttentionProblem
+def hollow(*shape, dtype=torch.float32): return torch.empty(shape, dtype=dtype, device="meta")
+def index(): return hollow(2, dtype=torch.int64)
+query, kv = hollow(2, 4, 5, 8), hollow(2, 2, 7, 8)
+for causal, more in (
+    (False, {}),
+    (True, {"query_offset": index()}),
+    ("lower_right", {"key_lengths": index()}),
+    ("lower_right", {"query_lengths": index()}),
+    ("lower_right", {"key_lengths": index(), "query_lengths": index()}),
+):
+    for features in ({}, {"alibi_slopes": hollow(4), "sinks": hollow(4)}, {"bias": hollow(1, 4, 5, 7)}):
+        for outputs in (("context",), ("weights",), ("entropy",)):
+            if causal is False and features:
+                continue
+            for verify in (False, True):
+                window = 3 if causal else None
+                options = AttentionOptions(causal=causal, outputs=outputs, verify=verify, window_left=window)
+                outlook(AttentionProblem(query, kv, kv, **more, **features, options=options), device_type="cpu")
+print("torch._dynamo" in sys.modules)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ran.stdout.strip() == "False", ran.stderr
