@@ -14,8 +14,10 @@ help: ## what can be made
 serve: $(VENV)/.installed ## install into .venv and start the service on http://HOST:PORT
 	$(BIN)/attn serve --host $(HOST) --port $(PORT)
 
+# Without bytecode every server that the tests start would compile the service anew.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.installed-dev ## install what tests need and run them
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.installed-dev ## lint, format, strict types, arrows of the house, manifests
 	$(BIN)/ruff check .

@@ -120,16 +120,18 @@ def _one_row(
 def _top(weights: Tensor, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """The top_k weights of each row, largest first, the lower key first among equals; 0 and -1 beyond the allowed."""
     width = min(top_k, weights.shape[-1])
-    top_weights = torch.zeros(*weights.shape[:-1], width, dtype=torch.float64)
-    top_keys = torch.full(top_weights.shape, -1, dtype=torch.int64)
-    for where in torch.cartesian_prod(*(torch.arange(n) for n in weights.shape[:-1])).tolist():
-        b, h, i = where
-        seen = [j for j in range(weights.shape[-1]) if logits[b, h, i, j] != -math.inf]
-        row = weights[b, h, i].tolist()
-        for place, j in enumerate(sorted(seen, key=lambda j: (-row[j], j))[:width]):
-            top_weights[b, h, i, place] = row[j]
-            top_keys[b, h, i, place] = j
-    return top_weights, top_keys
+    top_weights, top_keys = [], []
+    for row, own_logits in zip(weights.flatten(0, 2).tolist(), logits.flatten(0, 2).tolist(), strict=True):
+        seen = [j for j, logit in enumerate(own_logits) if logit != -math.inf]
+        best = sorted(seen, key=lambda j: (-row[j], j))[:width]
+        beyond = width - len(best)
+        top_weights.append([row[j] for j in best] + beyond * [0.0])
+        top_keys.append(best + beyond * [-1])
+    shape = (*weights.shape[:-1], width)
+    return (
+        torch.tensor(top_weights, dtype=torch.float64).view(shape),
+        torch.tensor(top_keys, dtype=torch.int64).view(shape),
+    )
 
 
 def _in_bhtd(tensor: Tensor, layout: str, num_heads: int | None) -> Tensor:

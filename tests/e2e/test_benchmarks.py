@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.generator import GrpcGenerator, NoGrpcCompiler
-
 CELLS = ("tiny/safetensors/c1", "mixed/safetensors/c64", "tiny/json/c1", "tiny/v2/c1")
 GRPC_CELL = "tiny/grpc/c32"
+NO_GRPC_GENERATOR = "bench: the load generator of gRPC needs "
+"""What it ends with where no cell is left but those of gRPC, and nothing here builds their load."""
 PEERS = ["fastapi_raw", "fastapi_json", "triton_http", "triton_grpc"]
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="the load generator needs a C compiler")
 
@@ -40,10 +40,6 @@ def test_a_short_benchmark_runs_to_its_end(tmp_path: Path) -> None:
 
 @needs_compiler
 def test_grpc_is_measured_beside_a_bare_server(tmp_path: Path) -> None:
-    try:
-        GrpcGenerator(tmp_path)
-    except NoGrpcCompiler as error:
-        pytest.skip(str(error))
     _, written = _bench(tmp_path, "--cells", GRPC_CELL)
     (cell,) = written["cells"]
     assert cell["name"] == GRPC_CELL
@@ -59,5 +55,7 @@ def _bench(
     command = [sys.executable, "-m", "tests.benchmarks.serving", "--rounds", "1", "--seconds", "0.05", *arguments]
     environment = {**os.environ, "PEERS_ENV": str(folder / "nothing is installed here"), **environment}
     ran = subprocess.run([*command, "--json", str(figures)], capture_output=True, text=True, env=environment)
+    if ran.stderr.startswith(NO_GRPC_GENERATOR):
+        pytest.skip(ran.stderr)
     assert ran.returncode == 0, ran.stderr[-2000:]
     return ran, json.loads(figures.read_text())

@@ -62,7 +62,7 @@ def test_nothing_made_from_the_document_is_answered_500(
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     operation = schema[path][method]
 
-    @settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def run(case: Any) -> None:
         response = case.call(base_url=server.url)

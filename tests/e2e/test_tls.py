@@ -25,6 +25,8 @@ from service.load.arrivals import ClosedLoop
 from service.load.problems import read_shape
 from service.load.progress import ShownProgress
 from service.load.run import LoadPlan, run_load
+from service.main import StartError, read_tls
+from service.settings import read_settings
 from tests.support.bodies import SAFETENSORS, safetensors_body
 from tests.support.certificates import Authority, Certificate
 from tests.support.roads import WAIT_S, body_of, get
@@ -247,12 +249,20 @@ def test_an_idle_connection_does_not_hold_up_the_end(authority: Authority, certi
 
 
 @pytest.mark.parametrize("name", ["ATTN_TLS_CERTIFICATE_FILE", "ATTN_TLS_KEY_FILE", "ATTN_TLS_CLIENT_CA_FILE"])
-def test_a_file_that_is_none_stops_the_start_and_is_named(tmp_path: Path, certificate: Certificate, name: str) -> None:
+def test_a_file_that_is_none_is_named_by_its_setting(tmp_path: Path, certificate: Certificate, name: str) -> None:
+    noise = tmp_path / "noise.pem"
+    noise.write_text("noise")
+    with pytest.raises(StartError, match=r"^cannot speak TLS: ") as caught:
+        read_tls(read_settings(settings_of(certificate) | {name: str(noise)}))
+    assert str(noise) in str(caught.value)
+
+
+def test_a_file_that_is_none_stops_the_start_and_is_named(tmp_path: Path, certificate: Certificate) -> None:
     noise = tmp_path / "noise.pem"
     noise.write_text("noise")
     ended = subprocess.run(
         [sys.executable, "-m", "service", "serve", "--port", "0"],
-        env=server_environment(**settings_of(certificate) | {name: str(noise)}, ATTN_GRPC_PORT="0"),
+        env=server_environment(**settings_of(certificate, ATTN_TLS_CLIENT_CA_FILE=str(noise)), ATTN_GRPC_PORT="0"),
         capture_output=True,
         text=True,
         check=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from attn_core import AttentionOptions, AttentionProblem
 from attn_core.problem import Layout
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+Feature = tuple[dict[str, Tensor], dict[str, Any]]
 WITHOUT_TOP = ("context", "weights", "scores", "logits", "logsumexp", "entropy", "weight_totals")
 
 
@@ -84,9 +86,25 @@ def with_tensors(problem: AttentionProblem, **tensors: Tensor | None) -> Attenti
     return replace(problem, **changed)
 
 
+class _MadeWhenAsked(Mapping[str, Feature]):
+    """One feature of forty is what most tests want, and the numbers of all would take longer than they do."""
+
+    def __init__(self, makers: dict[str, Callable[[], Feature]]) -> None:
+        self._makers = makers
+
+    def __getitem__(self, name: str) -> Feature:
+        return self._makers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
 def features(
     *, batch: int = 2, num_heads: int = 4, seq_len_q: int = 5, seq_len_kv: int = 7, seed: int = 100
-) -> dict[str, tuple[dict[str, Tensor], dict[str, Any]]]:
+) -> Mapping[str, Feature]:
     """Every feature that decides about pairs or shifts logits, by name: its tensors and its options."""
     b, h, t, s = batch, num_heads, seq_len_q, seq_len_kv
 
@@ -98,50 +116,52 @@ def features(
     offset = torch.tensor([i - 1 for i in range(b)], dtype=torch.int64)
     offset_0 = torch.tensor([0])
     slopes = torch.tensor([2.0**-i for i in range(h)])
-    return {
-        "nothing": ({}, {}),
-        "allow_mask of keys": ({"allow_mask": make_mask(s, seed=seed)}, {}),
-        "allow_mask of queries and keys": ({"allow_mask": make_mask(1, 1, t, s, seed=seed)}, {}),
-        "allow_mask of queries": ({"allow_mask": make_mask(1, 1, t, 1, seed=seed)}, {}),
-        "allow_mask per item": ({"allow_mask": make_mask(b, 1, 1, s, seed=seed)}, {}),
-        "allow_mask per head": ({"allow_mask": make_mask(1, h, t, s, seed=seed)}, {}),
-        "allow_mask of all": ({"allow_mask": make_mask(b, h, t, s, seed=seed)}, {}),
-        "block_mask of keys": ({"block_mask": make_mask(b, 1, 1, s, seed=seed, share=0.3)}, {}),
-        "block_mask of all": ({"block_mask": make_mask(b, h, t, s, seed=seed, share=0.3)}, {}),
-        "bias of keys": ({"bias": bias(s)}, {}),
-        "bias of queries and keys": ({"bias": bias(1, 1, t, s)}, {}),
-        "bias per head": ({"bias": bias(1, h, t, s)}, {}),
-        "bias of all": ({"bias": bias(b, h, t, s)}, {}),
-        "float64 bias": ({"bias": bias(1, 1, t, s).double()}, {}),
-        "float16 bias": ({"bias": bias(b, h, 1, s).half()}, {}),
-        "mask and bias": ({"allow_mask": make_mask(b, 1, t, s, seed=seed), "bias": bias(1, h, 1, s)}, {}),
-        "key_lengths": ({"key_lengths": lengths}, {}),
-        "int32 lengths": ({"key_lengths": lengths.int(), "query_lengths": query_lengths.int()}, {}),
-        "query_lengths": ({"query_lengths": query_lengths}, {}),
-        "both lengths": ({"key_lengths": lengths, "query_lengths": query_lengths}, {}),
-        "upper_left": ({}, {"causal": "upper_left"}),
-        "lower_right": ({}, {"causal": "lower_right"}),
-        "lower_right with lengths": (
-            {"key_lengths": lengths, "query_lengths": query_lengths},
-            {"causal": "lower_right"},
-        ),
-        "causal at an offset": ({"query_offset": offset}, {"causal": True}),
-        "causal at one offset": ({"query_offset": torch.tensor([2])}, {"causal": True}),
-        "window": ({"query_offset": offset}, {"window_left": 2, "window_right": 1}),
-        "window to the left": ({"query_offset": offset_0}, {"window_left": 0}),
-        "window to the right": ({"query_offset": offset_0}, {"window_right": 0}),
-        "wide window": ({"query_offset": offset_0}, {"window_left": 2**70, "window_right": 2**70}),
-        "causal window": ({}, {"causal": "lower_right", "window_left": 2}),
-        "alibi": ({"query_offset": offset, "alibi_slopes": slopes}, {}),
-        "causal alibi": ({"alibi_slopes": slopes}, {"causal": "lower_right"}),
-        "sinks": ({"sinks": make_tensor(h, seed=seed)}, {}),
-        "sinks and mask": (
-            {"sinks": make_tensor(h, seed=seed), "allow_mask": make_mask(t, s, share=0.2)[None, None]},
-            {},
-        ),
-        "softcap": ({}, {"softcap": 1.5}),
-        "scale": ({}, {"scale": 0.37}),
-        "negative scale": ({}, {"scale": -0.5}),
-        "scale of 0": ({}, {"scale": 0}),
-        "everything forbidden": ({"allow_mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool)}, {}),
-    }
+    return _MadeWhenAsked(
+        {
+            "nothing": lambda: ({}, {}),
+            "allow_mask of keys": lambda: ({"allow_mask": make_mask(s, seed=seed)}, {}),
+            "allow_mask of queries and keys": lambda: ({"allow_mask": make_mask(1, 1, t, s, seed=seed)}, {}),
+            "allow_mask of queries": lambda: ({"allow_mask": make_mask(1, 1, t, 1, seed=seed)}, {}),
+            "allow_mask per item": lambda: ({"allow_mask": make_mask(b, 1, 1, s, seed=seed)}, {}),
+            "allow_mask per head": lambda: ({"allow_mask": make_mask(1, h, t, s, seed=seed)}, {}),
+            "allow_mask of all": lambda: ({"allow_mask": make_mask(b, h, t, s, seed=seed)}, {}),
+            "block_mask of keys": lambda: ({"block_mask": make_mask(b, 1, 1, s, seed=seed, share=0.3)}, {}),
+            "block_mask of all": lambda: ({"block_mask": make_mask(b, h, t, s, seed=seed, share=0.3)}, {}),
+            "bias of keys": lambda: ({"bias": bias(s)}, {}),
+            "bias of queries and keys": lambda: ({"bias": bias(1, 1, t, s)}, {}),
+            "bias per head": lambda: ({"bias": bias(1, h, t, s)}, {}),
+            "bias of all": lambda: ({"bias": bias(b, h, t, s)}, {}),
+            "float64 bias": lambda: ({"bias": bias(1, 1, t, s).double()}, {}),
+            "float16 bias": lambda: ({"bias": bias(b, h, 1, s).half()}, {}),
+            "mask and bias": lambda: ({"allow_mask": make_mask(b, 1, t, s, seed=seed), "bias": bias(1, h, 1, s)}, {}),
+            "key_lengths": lambda: ({"key_lengths": lengths}, {}),
+            "int32 lengths": lambda: ({"key_lengths": lengths.int(), "query_lengths": query_lengths.int()}, {}),
+            "query_lengths": lambda: ({"query_lengths": query_lengths}, {}),
+            "both lengths": lambda: ({"key_lengths": lengths, "query_lengths": query_lengths}, {}),
+            "upper_left": lambda: ({}, {"causal": "upper_left"}),
+            "lower_right": lambda: ({}, {"causal": "lower_right"}),
+            "lower_right with lengths": lambda: (
+                {"key_lengths": lengths, "query_lengths": query_lengths},
+                {"causal": "lower_right"},
+            ),
+            "causal at an offset": lambda: ({"query_offset": offset}, {"causal": True}),
+            "causal at one offset": lambda: ({"query_offset": torch.tensor([2])}, {"causal": True}),
+            "window": lambda: ({"query_offset": offset}, {"window_left": 2, "window_right": 1}),
+            "window to the left": lambda: ({"query_offset": offset_0}, {"window_left": 0}),
+            "window to the right": lambda: ({"query_offset": offset_0}, {"window_right": 0}),
+            "wide window": lambda: ({"query_offset": offset_0}, {"window_left": 2**70, "window_right": 2**70}),
+            "causal window": lambda: ({}, {"causal": "lower_right", "window_left": 2}),
+            "alibi": lambda: ({"query_offset": offset, "alibi_slopes": slopes}, {}),
+            "causal alibi": lambda: ({"alibi_slopes": slopes}, {"causal": "lower_right"}),
+            "sinks": lambda: ({"sinks": make_tensor(h, seed=seed)}, {}),
+            "sinks and mask": lambda: (
+                {"sinks": make_tensor(h, seed=seed), "allow_mask": make_mask(t, s, share=0.2)[None, None]},
+                {},
+            ),
+            "softcap": lambda: ({}, {"softcap": 1.5}),
+            "scale": lambda: ({}, {"scale": 0.37}),
+            "negative scale": lambda: ({}, {"scale": -0.5}),
+            "scale of 0": lambda: ({}, {"scale": 0}),
+            "everything forbidden": lambda: ({"allow_mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool)}, {}),
+        }
+    )

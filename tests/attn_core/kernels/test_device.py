@@ -18,6 +18,9 @@ from attn_core.problem import OUTPUTS
 from tests.support.factory import DTYPES, features, make_problem, with_tensors
 from tests.support.oracle import assert_matches_reference, assert_same_bits, same_bits
 
+NUM_ROWS = 11
+"""More than two blocks, where blocks are of one row or of five."""
+
 
 def on(device: str, problem: AttentionProblem) -> AttentionProblem:
     return with_tensors(problem, **{name: tensor.to(device) for name, tensor in problem.tensors().items()})
@@ -29,11 +32,11 @@ def on_host(result: AttentionResult) -> AttentionResult:
 
 def without_numbers(feature: str, **options: Any) -> CanonicalProblem:
     """A problem on the device of shapes, where an operation with a tensor of the host is an error."""
-    tensors, own = features(seq_len_q=37)[feature]
-    return canonicalize(on("meta", make_problem(seq_len_q=37, num_kv_heads=2, tensors=tensors, **options, **own)))
+    tensors, own = features(seq_len_q=NUM_ROWS)[feature]
+    return canonicalize(on("meta", make_problem(seq_len_q=NUM_ROWS, num_kv_heads=2, tensors=tensors, **options, **own)))
 
 
-@pytest.mark.parametrize("rows", [None, (3, 0, 36)])
+@pytest.mark.parametrize("rows", [None, (3, 0, NUM_ROWS - 1)])
 @pytest.mark.parametrize("feature", list(features()))
 def test_manual_kernel_makes_everything_on_the_device_of_the_query(
     feature: str, rows: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
