@@ -213,8 +213,9 @@ def load(
         int, typer.Option(min=0, help="Answers of each step to hold against torch in float64; 0: none.")
     ] = 32,
     ceiling: Annotated[
-        float, typer.Option(min=0, help="Seconds for what the client can do at all, against an echo; 0: not measured.")
-    ] = 2.0,
+        float,
+        typer.Option(min=0, help="Seconds, at each concurrency, for what the client can do against an echo; 0: none."),
+    ] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the numbers, the lengths and the arrivals.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything there, for --compare.")] = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write a row for each step there.")] = None,

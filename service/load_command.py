@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from service.load.run import LoadPlan, run_load
 
 HTTP_URL, GRPC_URL = "http://127.0.0.1:8000", "http://127.0.0.1:8001"
 ARRIVALS = ("poisson", "even")
+_ENDING = b"\nattn: ending, what was measured will be shown; once more to end at once\n"
 DEFAULT_SHAPE, DEFAULT_CONCURRENCY = "1,8,128,64", 8
 
 
@@ -37,9 +39,12 @@ class Files:
 
     def check(self) -> Results | None:
         """The earlier results, before anything is sent. Raises: CommandError where a file cannot be."""
-        for flag, path in (("--json", self.json), ("--csv", self.csv), ("--html", self.html)):
-            if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        given = [(flag, path) for flag, path in self._written() if path is not None]
+        for flag, path in given:
+            if path.is_dir() or not path.parent.is_dir():
                 raise CommandError(f"{flag} {path}: a file in a folder that is there")
+        if len({path.absolute() for _, path in given}) < len(given):
+            raise CommandError("--json, --csv and --html: each a file of its own")
         if self.compare is None:
             return None
         try:
@@ -49,25 +54,30 @@ class Files:
         except UnreadableResults as error:
             raise CommandError(f"--compare {self.compare}: {error}") from None
 
-    def write(self, results: Results, before: Results | None) -> list[Path]:
-        """What was written. Raises: CommandError."""
+    def write(self, results: Results, before: Results | None) -> list[str]:
+        """A sentence for each file that was asked for. Raises: CommandError once all were tried, where one failed."""
         from service.load.page import page
         from service.load.table import csv_text
 
-        written = []
-        texts: tuple[tuple[Path | None, Callable[[], bytes]], ...] = (
-            (self.json, results.to_json),
-            (self.csv, lambda: csv_text(results).encode()),
-            (self.html, lambda: page(results, before).encode()),
+        texts: tuple[Callable[[], bytes], ...] = (
+            results.to_json,
+            lambda: csv_text(results).encode(),
+            lambda: page(results, before).encode(),
         )
-        for path, text in texts:
+        written, failed = [], []
+        for (_, path), text in zip(self._written(), texts, strict=True):
             if path is not None:
                 try:
                     path.write_bytes(text())
+                    written.append(f"wrote {path}")
                 except OSError as error:
-                    raise CommandError(f"cannot write {path}: {error.strerror or error}") from None
-                written.append(path)
+                    failed.append(f"cannot write {path}: {error.strerror or error}")
+        if failed:
+            raise CommandError("; ".join(failed + written))
         return written
+
+    def _written(self) -> tuple[tuple[str, Path | None], ...]:
+        return ("--json", self.json), ("--csv", self.csv), ("--html", self.html)
 
 
 def plan_of(
@@ -115,20 +125,29 @@ def plan_of(
 
 
 def load(plan: LoadPlan, files: Files, console: Console) -> bool:
-    """Run it, show it, write it. False where an answer was wrong, or none came. Raises: CommandError."""
+    """Run it, write it, show it. False where an answer was wrong, none came, or it was not whole.
+
+    Raises: CommandError.
+    """
     from service.load.comparison import compare
     from service.load.summary import show, show_comparison
 
     before = files.check()
     with _ended_by_signals() as is_over, ShownProgress(console) as progress:
         results = run_load(plan, progress, is_over=is_over)
-    show(results, console)
-    if before is not None:
-        show_comparison(compare(results, before), console)
-    for path in files.write(results, before):
-        console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
+        was_ended = is_over()
+    try:
+        # Before anything is shown: whoever only wanted the first lines of that is to have his files.
+        written = files.write(results, before)
+    finally:
+        show(results, console)
+        if before is not None:
+            show_comparison(compare(results, before), console)
+    for sentence in written:
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
     is_right = all(step.checked is None or step.checked.is_right for step in results.steps)
-    return is_right and any(step.answered for step in results.steps)
+    is_whole = not results.was_cut or was_ended
+    return is_right and is_whole and any(step.answered for step in results.steps)
 
 
 @contextmanager
@@ -140,6 +159,7 @@ def _ended_by_signals() -> Iterator[Callable[[], bool]]:
         seen.append(number)
         for each in before:
             signal.signal(each, before[each])
+        os.write(2, _ENDING)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -167,7 +187,10 @@ def _checked_url(url: str) -> str:
         is_whole = bool(address.hostname) and address.scheme in ("http", "https") and address.port != 0
     except ValueError:
         is_whole = False
-    if not is_whole or address.username or address.path not in ("", "/") or address.query or address.fragment:
+    if address.username is not None or address.password is not None:
+        # Not shown: there is a password in it.
+        raise CommandError("--url: without a user and password; a key is --key")
+    if not is_whole or address.path not in ("", "/") or address.query or address.fragment:
         raise CommandError(f"--url: such as {HTTP_URL}, without a path; not {url}")
     return f"{address.scheme}://{address.netloc}"
 

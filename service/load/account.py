@@ -11,16 +11,20 @@ from numpy.typing import NDArray
 
 from service.load.arrivals import ClosedLoop, OpenLoop
 from service.load.results import Ceiling, Checked, Distribution, Moment, StepResult
-from service.load.worker import ANSWERED, BEHIND, NOT_SENT, TOO_MANY, Part, Sample, Step
+from service.load.worker import ANSWERED, BEHIND, TOO_MANY, Part, Sample, Step
 
 MAX_BINS = 60
-LATE_S = 0.001
-LATE_SHARE = 0.1
-"""Sends are late where their 99th percentile is beyond a millisecond and a tenth of the latency's own."""
+LATE_MS = 1.0
+LATE_SHARES = {"50": 0.1, "90": 0.1, "99": 0.1, "99.9": 0.1, "max": 0.5}
+"""Sends are late where one of these is beyond a millisecond and such a share of the same of the latencies."""
+STOOD_STILL_SHARES = {"99.9": 0.5, "max": 0.5}
+"""The same of a clock of the client in a closed loop, where a busy client is always somewhat late."""
 CEILING_SHARE = 0.8
 """Above so much of what it can do at all, a client's own waiting is no longer small beside the service's."""
 _BINS_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 
+ANSWER = ""
+"""The kind of outcome that is none of failure."""
 Floats = NDArray[np.float64]
 
 
@@ -46,19 +50,30 @@ class Account:
         self._shape_names = shape_names
         self._body_bytes = np.array(body_bytes)
         self._parts: list[_Rows] = []
+        self._kinds = [ANSWER]
         self._stages: dict[str, list[Floats]] = {}
+        self._ticks: list[Floats] = []
         self._in_flight: dict[int, int] = {}
+        self._num_behind = 0
         self.samples: list[Sample] = []
         self.details: dict[str, str] = {}
 
     def add(self, worker: int, part: Part) -> None:
-        self._parts.append(_Rows(part))
+        self._parts.append(_Rows(part, [self._code(kind) for kind in part.kinds]))
         for name, durations in part.stages.items():
             self._stages.setdefault(name, []).append(np.array(durations))
+        self._ticks.append(np.array(part.ticks))
         self._in_flight[worker] = part.in_flight
+        self._num_behind += part.num_behind
         self.samples += part.samples
         for kind, detail in part.details.items():
             self.details.setdefault(kind, detail)
+
+    def _code(self, kind: str) -> int:
+        """The place of a kind of outcome among all that were met; those of each process are numbered apart."""
+        if kind not in self._kinds:
+            self._kinds.append(kind)
+        return self._kinds.index(kind)
 
     def glance(self, at_s: float) -> Glance:
         """Of what came in the second before ``at_s``; the parts are a fraction of a second behind."""
@@ -84,19 +99,25 @@ class Account:
         end_s = step.end_s if self.stopped_s is None else min(step.end_s, self.stopped_s)
         rows = _Rows.joined(self._parts)
         is_measured = (rows.planned >= from_s) & (rows.planned < end_s)
-        if end_s <= from_s or not is_measured.any():
+        if end_s <= from_s or not (is_measured.any() or self._num_behind):
             return None
         is_good = is_measured & rows.is_answer
         is_in_time = rows.is_answer & (rows.done >= from_s) & (rows.done < end_s)
         duration_s = end_s - from_s
         latency, lateness = rows.done - rows.planned, rows.sent - rows.planned
-        kinds = Counter(rows.kind_names[is_measured & ~rows.is_answer])
-        was_sent = is_measured & ~np.isin(rows.kind_names, NOT_SENT)
+        counts = np.bincount(rows.kind[is_measured & ~rows.is_answer], minlength=len(self._kinds))
+        kinds = Counter({kind: int(count) for kind, count in zip(self._kinds, counts, strict=True) if count})
+        if self._num_behind:
+            kinds[BEHIND] = self._num_behind
+        was_made = rows.kind != self._code(TOO_MANY)
+        was_sent = is_measured & was_made
         requests_s = float(is_in_time.sum() / duration_s)
-        latencies, latenesses = Distribution.of(latency[is_good]), Distribution.of(lateness[was_sent])
+        latencies = Distribution.of(latency[is_good])
+        is_open = isinstance(loop, OpenLoop)
+        latenesses = Distribution.of(lateness[was_sent] if is_open else _joined([np.zeros(0), *self._ticks]))
         rate_s = loop.rate_s if isinstance(loop, OpenLoop) else None
         share = None if ceiling is None else (requests_s if rate_s is None else rate_s) / ceiling.requests_s
-        is_sent_in_time = (rows.sent >= from_s) & (rows.sent < end_s) & ~np.isin(rows.kind_names, NOT_SENT)
+        is_sent_in_time = (rows.sent >= from_s) & (rows.sent < end_s) & was_made
         return StepResult(
             form=step.form,
             loop="open" if isinstance(loop, OpenLoop) else "closed",
@@ -106,7 +127,7 @@ class Account:
             ramp_s=step.ramp_s,
             warm_up_s=step.warm_up_s,
             duration_s=duration_s,
-            planned=int(is_measured.sum()),
+            planned=int(is_measured.sum()) + self._num_behind,
             answered=int(is_good.sum()),
             failed=int(kinds.total()),
             requests_s=requests_s,
@@ -115,7 +136,8 @@ class Account:
             latency=latencies,
             service_time=Distribution.of((rows.done - rows.sent)[is_good]),
             lateness=latenesses,
-            errors={str(kind): count for kind, count in kinds.most_common()},
+            errors=dict(kinds.most_common()),
+            details={kind: self.details.get(kind, "") for kind, _ in kinds.most_common()},
             stages={name: Distribution.of(_joined(found) / 1e3) for name, found in self._stages.items()},
             shapes=self._by_shape(latency[is_good], rows.number[is_good]),
             bin_s=self._bin_s,
@@ -138,7 +160,7 @@ class Account:
     def _bin_s(self) -> float:
         return next((bin_s for bin_s in _BINS_S if self.step.end_s / bin_s <= MAX_BINS), _BINS_S[-1])
 
-    def _by_shape(self, latency: Floats, number: NDArray[np.int64]) -> dict[str, Distribution]:
+    def _by_shape(self, latency: Floats, number: NDArray[np.uint16]) -> dict[str, Distribution]:
         if len(set(self._shape_names)) < 2:
             return {}
         names = np.array(self._shape_names)[number]
@@ -172,25 +194,25 @@ class Account:
 
 
 class _Rows:
-    """The columns of a part, as numpy has them."""
+    """The columns of a part, as numpy has them; ``codes`` are those of its kinds."""
 
     planned: Floats
     sent: Floats
     done: Floats
-    number: NDArray[np.int64]
+    number: NDArray[np.uint16]
     received: NDArray[np.int64]
-    kind_names: NDArray[np.str_]
+    kind: NDArray[np.int16]
+    is_answer: NDArray[np.bool_]
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: Part, codes: Sequence[int]) -> None:
         self.planned, self.sent, self.done = np.array(part.planned), np.array(part.sent), np.array(part.done)
-        self.number, self.received = np.array(part.number, np.int64), np.array(part.received, np.int64)
-        kind = np.array(part.kind, np.int64)
-        self.is_answer = kind == ANSWERED
-        self.kind_names = np.array(part.kinds)[kind]
+        self.number, self.received = np.array(part.number, np.uint16), np.array(part.received, np.int64)
+        self.kind = np.array(codes, np.int16)[np.array(part.kind, np.int16)]
+        self.is_answer = self.kind == ANSWERED
 
     @classmethod
     def joined(cls, parts: Sequence[_Rows]) -> _Rows:
-        whole = cls(Part())
+        whole = cls(Part(), [ANSWERED])
         for name in vars(whole):
             setattr(whole, name, np.concatenate([getattr(whole, name), *(getattr(part, name) for part in parts)]))
         return whole
@@ -209,17 +231,27 @@ def _late(
     share: float | None,
 ) -> Iterator[str]:
     """Why the figures are not the service's alone."""
-    if isinstance(loop, OpenLoop) and lateness.p99_ms > max(LATE_S * 1e3, LATE_SHARE * latency.p99_ms):
-        yield (
-            f"the client was late for its planned sends: by {lateness.p50_ms:.2f} ms at the median, "
-            f"{lateness.p99_ms:.2f} ms at p99, {lateness.max_ms:.2f} ms at most"
-        )
+    is_open = isinstance(loop, OpenLoop)
+    shares = LATE_SHARES if is_open else STOOD_STILL_SHARES
+    told = {at: (_told(lateness, at), _told(latency, at)) for at in shares} if latency.count else {}
+    spoiled = [at for at, (late, of) in told.items() if late > max(LATE_MS, shares[at] * of)]
+    if spoiled:
+        names = ", ".join(at if at == "max" else f"p{at}" for at in spoiled)
+        what = "the client was late for its planned sends" if is_open else "the client stood still"
+        worst = f"{lateness.p50_ms:.2f} ms at the median, {lateness.p99_ms:.2f} ms at p99, " if is_open else ""
+        yield f"{what}: by {worst}{lateness.max_ms:.2f} ms at most, which spoils {names}"
     if kinds[TOO_MANY]:
         yield f"{kinds[TOO_MANY]} planned sends did not happen: --max-in-flight requests were under way"
     if kinds[BEHIND]:
         yield f"{kinds[BEHIND]} planned sends did not happen: the client was still behind at the end"
+    if any("in the client" in kind or "client's own" in kind for kind in kinds):
+        yield "some requests failed in the client itself"
     if share is not None and share > CEILING_SHARE:
         yield f"the client was at {share:.0%} of its own ceiling, which it reached against a bare echo"
+
+
+def _told(durations: Distribution, at: str) -> float:
+    return durations.max_ms if at == "max" else durations.percentiles_ms.get(at, 0.0)
 
 
 def _joined(parts: Sequence[Floats]) -> Floats:

@@ -19,9 +19,20 @@ FAILED = (
     "latencies of the rest look better than the service was."
 )
 CEILINGS = (
-    "What this client can do at most: the same bodies sent and the same answers received, on the same processes, with "
-    "a bare echo in place of the service. A step near its ceiling measures the client."
+    "What this client can do at most: the same bodies sent and the same answers received, by as many client processes, "
+    "with a bare echo for each of them in place of the service. A step near its ceiling measures the client."
 )
+CEILINGS_OF_GRPC = " Over gRPC an echo costs about as much as a client, so that what is shown is of the two together."
+CEILINGS_WITHOUT_TLS = " The echo speaks no TLS: what that costs the client is not in its ceiling."
+_MAX_REASONS = 10
+SPOILING_SHARE = 0.001
+"""From so many failures on, percentiles that are shown have none of them in it."""
+
+
+def ceilings_said(results: Results) -> str:
+    """What a ceiling is, in this run."""
+    grpc = CEILINGS_OF_GRPC if any(ceiling.form == "grpc" for ceiling in results.ceilings) else ""
+    return CEILINGS + grpc + CEILINGS_WITHOUT_TLS * results.url.startswith("https")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +52,33 @@ def caveats(results: Results) -> list[Caveat]:
         for step in results.steps
         if step.late
     ]
+    failed = [_of_failures(step) for step in results.steps if step.failed > SPOILING_SHARE * step.planned]
+    number = len(results.steps)
     cut = Caveat(
         "The run was cut short",
-        (f"{len(results.steps)} steps have figures, and the last of them may be of less time than planned.",),
+        (
+            f"{number} step{'s have' if number != 1 else ' has'} figures, the last of them perhaps of less time than "
+            "planned",
+        ),
         "What is missing was never measured; it did not fail.",
     )
-    return [*wrong, *late, *([cut] if results.was_cut else [])]
+    return [*wrong, *failed, *late, *([cut] if results.was_cut else [])]
+
+
+def _of_failures(step: StepResult) -> Caveat:
+    share = step.failed / step.planned
+    return Caveat(
+        step.name,
+        (f"{step.failed:,} of {step.planned:,} requests failed, {share:.1%}",),
+        f"Percentiles are of the answers alone: of all who asked, nothing beyond p{100 * (1 - share):.4g} is known.",
+    )
 
 
 def _of_wrong_answers(step: StepResult) -> Caveat:
     assert step.checked is not None
-    reasons = list(step.checked.wrong)
+    reasons = list(step.checked.wrong[:_MAX_REASONS])
+    if (more := len(step.checked.wrong) - len(reasons)) > 0:
+        reasons.append(f"and {more:,} more")
     if not step.checked.same_bits:
         reasons.append("answers to one and the same request differ in their bits")
     return Caveat(

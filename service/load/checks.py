@@ -1,28 +1,30 @@
 """Answers of a load test against torch: the formula of the contract written out in float64, on this machine.
 
-It shares no code with the service. An output may err twice as much as the same formula in the dtype of the request
-does, over the largest number of its row, or a few units in the last place; and all answers to one request must be equal
-bit for bit, in whatever batch, at whatever load and in whatever form they came.
+It shares no code with the service. What was asked must be there, in its dtype, and nothing else. An output may err
+twice as much as the same formula in its own dtype does, over the largest number of its row, or a few units in the last
+place. All answers to one request must be equal bit for bit, in whatever batch, at whatever load, in whatever form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from service.credentials import CommandError
-from service.load.payloads import Arrays, read_outputs
+from service.load.payloads import Arrays, read_outputs, stored_dtype
 from service.load.problems import Problem
 from service.load.results import Checked
 from service.load.worker import Sample
 
 WITHOUT_NUMBERS = frozenset(
-    {"outputs", "empty_rows", "path", "verify", "encoding", "dropout_p", "timeout_ms", "select", "top_k"}
+    {"outputs", "empty_rows", "path", "verify", "encoding", "dropout_p", "timeout_ms", "select"}
 )
 UNDERSTOOD = WITHOUT_NUMBERS | {"causal", "scale", "softcap", "window", "query_offset"}
 MAX_PAIRS = 2**24
@@ -51,37 +53,46 @@ class Checker:
     _expected: dict[int, _Expected] = field(default_factory=dict)
     _first: dict[int, Arrays] = field(default_factory=dict)
 
-    def check(self, form: str, samples: Sequence[Sample]) -> Checked:
-        """Several steps may be checked one after the other: bits are compared with the first answer of all."""
+    def check(self, form: str, samples: Sequence[Sample], *, is_over: Callable[[], bool] = lambda: False) -> Checked:
+        """Several steps may be checked one after the other: bits are compared with the first answer of all.
+
+        Where ``is_over`` comes true, the rest is left unchecked.
+        """
         wrong: list[str] = []
         nearest = ("", 0.0, 0.0)
-        same_bits = True
+        same_bits, num_checked = True, 0
         for sample in samples:
+            if is_over():
+                break
+            num_checked += 1
             shape = self.problems[sample.number].shape.text
             try:
                 outputs = read_outputs(form, sample.content, dtype=self.dtype)
-                found = list(self._expected_of(sample.number).errors(outputs))
             except ValueError as reason:
                 wrong.append(f"{shape}: the answer cannot be read: {reason}")
                 continue
+            faults, errors = self._expected_of(sample.number).held_against(outputs)
             first = self._first.setdefault(sample.number, outputs)
             if differing := [name for name in outputs if not _equal(outputs[name], first.get(name))]:
                 same_bits = False
-                wrong.append(f"{shape}: {', '.join(differing)} differ from an earlier answer to the same request")
-            for name, error, allowed in found:
-                if not error <= allowed:
-                    wrong.append(f"{shape}: {name} is off by {error:.2e} of its row, allowed is {allowed:.2e}")
-                if not nearest[0] or error / allowed > nearest[1] / nearest[2]:
+                faults.append(f"{', '.join(differing)} differ from an earlier answer to the same request")
+            wrong += [f"{shape}: {fault}" for fault in faults]
+            for name, error, allowed in errors:
+                if math.isfinite(error) and (not nearest[0] or error / allowed > nearest[1] / nearest[2]):
                     nearest = (name, error, allowed)
         output, error, allowed = nearest
         return Checked(
-            answers=len(samples),
+            answers=num_checked,
             wrong=tuple(wrong),
             output=output,
             error=error,
             allowed=allowed,
             same_bits=same_bits,
+            only_compared=self._only_compared(),
         )
+
+    def _only_compared(self) -> tuple[str, ...]:
+        return tuple(sorted({name for expected in self._expected.values() for name in expected.unknown}))
 
     def _expected_of(self, number: int) -> _Expected:
         if number not in self._expected:
@@ -95,31 +106,82 @@ class _Expected:
     def __init__(self, problem: Problem, options: Mapping[str, Any], dtype: str) -> None:
         tensors = {name: torch.from_numpy(array.astype(np.float64)) for name, array in problem.tensors.items()}
         query, key = tensors["query"], tensors["key"]
-        seq_len_q, seq_len_kv = query.shape[2], key.shape[2]
-        num_rows = max(1, min(seq_len_q, MAX_PAIRS // (query.shape[0] * query.shape[1] * seq_len_kv)))
+        batch, num_heads, seq_len_q, _ = query.shape
+        seq_len_kv = key.shape[2]
+        num_rows = max(1, min(seq_len_q, MAX_PAIRS // (batch * num_heads * seq_len_kv)))
         self._rows = torch.linspace(0, seq_len_q - 1, num_rows).round().long()
+        self._num_rows = seq_len_q
+        self._dtype = dtype
+        asked = list(options.get("outputs") or ["context"])
+        self._asked = [each for name in asked for each in ((name, "top_keys") if name == "top_weights" else (name,))]
         tensors["query"] = query[:, :, self._rows]
-        self._has_select = "select" in options
         allowed = _allowed(options, self._rows, seq_len_q, seq_len_kv)
         self._exact = _formula(tensors, allowed, options)
-        unit = torch.finfo(getattr(torch, dtype)).eps
-        # Nothing is wider than float64: it errs about as float32 does, by so much less as its unit is smaller.
-        narrow = torch.float32 if dtype == "float64" else getattr(torch, dtype)
-        plain = _formula({name: tensor.to(narrow) for name, tensor in tensors.items()}, allowed, options)
-        errors = {name: _error(plain[name].double(), exact, name) for name, exact in self._exact.items()}
-        factor = 2.0 if dtype != "float64" else 4.0 * unit / torch.finfo(narrow).eps
-        self._allowed = {name: max(factor * error, FEWEST_UNITS * unit) for name, error in errors.items()}
+        self._allowed = self._allowances(tensors, allowed, options)
+        if "top_weights" in self._asked:
+            width = min((options.get("select") or {}).get("top_k", 0), seq_len_kv)
+            self._exact["top_weights"] = self._exact["weights"].topk(width).values
+            self._allowed["top_weights"] = self._allowed["weights"]
+        has_select = bool({"heads", "rows"} & set(options.get("select") or ()))
+        known = {"context", "logsumexp"} if has_select else {*self._exact, "top_keys"}
+        if num_rows < seq_len_q:
+            known -= {"weight_totals"}
+        self.unknown = [name for name in self._asked if name not in known]
+        """Asked, and not known here: such outputs are only compared with each other."""
 
-    def errors(self, outputs: Arrays) -> list[tuple[str, float, float]]:
-        """Of each output that is known here: its name, its largest error over that of its row, and what is allowed."""
-        found = []
-        for name, array in outputs.items():
-            if name not in self._exact or (self._has_select and name not in ("context", "logsumexp")):
-                continue
-            # float64 holds every number of every dtype, and bfloat16 is none of torch's numpy.
-            given = torch.from_numpy(array.astype(np.float64))[:, :, self._rows]
-            found.append((name, _error(given, self._exact[name], name), self._allowed[name]))
+    def _allowances(
+        self, tensors: Mapping[str, Tensor], allowed: Tensor, options: Mapping[str, Any]
+    ) -> dict[str, float]:
+        found = {}
+        for name, exact in self._exact.items():
+            dtype = stored_dtype(name, self._dtype)
+            unit = torch.finfo(getattr(torch, dtype)).eps
+            # Nothing is wider than float64: it errs about as float32 does, by so much less as its unit is smaller.
+            narrow = torch.float32 if dtype == "float64" else getattr(torch, dtype)
+            plain = _formula({key: tensor.to(narrow) for key, tensor in tensors.items()}, allowed, options)
+            factor = 2.0 if dtype != "float64" else 4.0 * unit / torch.finfo(narrow).eps
+            fewest = FEWEST_UNITS if dtype in ("float32", "float64") else 1
+            found[name] = max(factor * _error(plain[name].double(), exact, name), fewest * unit)
         return found
+
+    def held_against(self, outputs: Arrays) -> tuple[list[str], list[tuple[str, float, float]]]:
+        """What is wrong; and of each output that is known here its name, largest error and what is allowed."""
+        faults, errors = [], []
+        if missing := [name for name in self._asked if name not in outputs]:
+            faults.append(f"{', '.join(missing)} was asked and is not there")
+        if beyond := [name for name in outputs if name not in self._asked]:
+            faults.append(f"{', '.join(beyond)} was not asked")
+        for name in self._asked:
+            if name not in outputs or name in self.unknown:
+                continue
+            array, expected = outputs[name], "int64" if name == "top_keys" else stored_dtype(name, self._dtype)
+            if array.dtype.name != expected:
+                faults.append(f"{name} is {array.dtype.name}, not {expected}")
+                continue
+            error, allowed = self._error_of(name, array)
+            errors.append((name, error, allowed))
+            if not error <= allowed:
+                faults.append(f"{name} is off by {error:.2e} of its row, allowed is {allowed:.2e}")
+        return faults, errors
+
+    def _error_of(self, name: str, array: NDArray[Any]) -> tuple[float, float]:
+        exact = self._exact["top_weights" if name == "top_keys" else name]
+        whole = list(exact.shape)
+        if name != "weight_totals":
+            whole[2] = self._num_rows
+        allowed = self._allowed["top_weights" if name == "top_keys" else name]
+        if list(array.shape) != whole:
+            return math.inf, allowed
+        if name == "top_keys":
+            # Ties may stand in any order of torch's: it is the weights of the named keys that must be the largest.
+            keys = torch.from_numpy(array.copy())[:, :, self._rows]
+            weights = self._exact["weights"]
+            is_key = (keys >= 0) & (keys < weights.shape[-1])
+            named = torch.where(is_key, weights.gather(-1, keys.clamp(0, weights.shape[-1] - 1)), 0.0)
+            return _error(named, exact, name), allowed
+        # float64 holds every number of every dtype, and bfloat16 is none of torch's numpy.
+        given = torch.from_numpy(array.astype(np.float64))
+        return _error(given if name == "weight_totals" else given[:, :, self._rows], exact, name), allowed
 
 
 def _formula(tensors: Mapping[str, Tensor], allowed: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -141,17 +203,20 @@ def _formula(tensors: Mapping[str, Tensor], allowed: Tensor, options: Mapping[st
         "context": weights @ value,
         "logsumexp": torch.logsumexp(logits, dim=-1),
         "entropy": -torch.special.xlogy(weights, weights).sum(dim=-1),
+        "weight_totals": weights.sum(dim=2),
     }
 
 
 def _allowed(options: Mapping[str, Any], rows: Tensor, seq_len_q: int, seq_len_kv: int) -> Tensor:
-    """Which pairs causal and window leave, [rows, seq_len_kv]."""
+    """Which pairs causal and window leave, [batch or 1, 1, rows, seq_len_kv]."""
     causal, window = options.get("causal", False), options.get("window") or {}
-    offset = options.get("query_offset") or 0
+    given = options.get("query_offset") or 0
+    offset = torch.tensor([given] if isinstance(given, int) else given)
     if causal == "lower_right":
-        offset = seq_len_kv - seq_len_q
-    place, key = (rows + offset)[:, None], torch.arange(seq_len_kv)
-    allowed = torch.ones(len(rows), seq_len_kv, dtype=torch.bool)
+        offset = torch.tensor([seq_len_kv - seq_len_q])
+    place = (offset[:, None] + rows)[:, None, :, None]
+    key = torch.arange(seq_len_kv)
+    allowed = torch.ones(*place.shape[:3], seq_len_kv, dtype=torch.bool)
     if causal:
         allowed &= key <= place
     if window.get("left") is not None:
@@ -172,11 +237,20 @@ def _error(found: Tensor, exact: Tensor, name: str) -> float:
         return float("inf")
     distance = torch.where(is_finite, (found - exact).abs(), 0.0)
     size = torch.where(is_finite, exact.abs(), 0.0)
-    if name in ("logsumexp", "entropy"):
+    if name in ("logsumexp", "entropy", "weight_totals"):
         return float((distance / size.clamp(min=1.0)).max())
     largest = size.amax(dim=-1, keepdim=True)
     return float((distance / torch.where(largest == 0, 1.0, largest)).max())
 
 
-def _equal(one: Any, other: Any) -> bool:
-    return other is not None and one.shape == other.shape and one.tobytes() == other.tobytes()
+def _equal(one: NDArray[Any], other: NDArray[Any] | None) -> bool:
+    """Bit for bit, but that any NaN is as good as another: no text says which of them it is."""
+    if other is None or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.tobytes() == other.tobytes():
+        return True
+    is_nan = np.isnan(one.astype(np.float64))
+    return (
+        np.array_equal(is_nan, np.isnan(other.astype(np.float64)))
+        and one[~is_nan].tobytes() == other[~is_nan].tobytes()
+    )

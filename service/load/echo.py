@@ -23,7 +23,9 @@ _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 
 def serve_echo(connection: Connection, answers: Sequence[bytes], over_grpc: bool) -> None:
     """What the process runs, until ``connection`` closes: its port goes there. ``answers`` are whole, by number."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Whoever started it decides when to stop.
+        signal.signal(number, signal.SIG_IGN)
     serve = _serve_grpc if over_grpc else _serve_http
     with asyncio.Runner(loop_factory=_fastest_loop) as runner:
         runner.run(serve(connection, answers))

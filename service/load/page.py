@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from service.load import digits, figures
-from service.load.caveats import CEILINGS, CLOSED, FAILED, FEW, caveats
+from service.load.caveats import CLOSED, FAILED, FEW, caveats, ceilings_said
 from service.load.comparison import RULE, Change, Pair, compare
 from service.load.digits import NONE, max_ms, milliseconds, percentile_ms
 from service.load.markup import (
@@ -197,13 +197,23 @@ def _checked(steps: Sequence[StepResult]) -> str:
             f"{step.checked.error:.2g}",
             f"{step.checked.allowed:.2g}",
             "yes" if step.checked.same_bits else Cell("no", "fault"),
+            Cell(", ".join(step.checked.only_compared) or "none", "text"),
         )
         for step in steps
         if step.checked
     ]
     if not rows:
         return ""
-    headings = ("Step", "answers", "wrong", "nearest to its limit", "error", "allowed", "same request, same bits")
+    headings = (
+        "Step",
+        "answers",
+        "wrong",
+        "nearest to its limit",
+        "error",
+        "allowed",
+        "same request, same bits",
+        "outputs that were only compared",
+    )
     checked = table("Answers held against the formula in float64", headings, rows)
     return f"<details><summary>How the answers were checked</summary>{checked}</details>"
 
@@ -406,7 +416,14 @@ def _errors(results: Results) -> str:
     says = "Failed requests by kind"
     numbers = table(says, ("Step", *kinds, "of the planned"), rows)
     alone = note("Steps in which nothing failed are left out.") if len(steps) < len(results.steps) else ""
-    return section("Errors", alone, chart("errors", figures.error_bars(steps), says, numbers))
+    told = {kind: detail for step in steps for kind, detail in step.details.items() if detail}
+    words = table(
+        "What the first of each kind said",
+        ("Kind", "in its words"),
+        (Row(kind, "", (Cell(detail, "text"),)) for kind, detail in told.items()),
+        texts=("in its words",),
+    )
+    return section("Errors", alone, chart("errors", figures.error_bars(steps), says, numbers), words if told else "")
 
 
 def _lateness(results: Results) -> str:
@@ -450,7 +467,9 @@ def _ceilings(results: Results) -> str:
     says = "Requests per second of the client against a bare echo"
     numbers = table(says, ("Form", "at once", "requests/s", "p50 ms"), rows)
     return section(
-        "The client's ceiling", note(CEILINGS), chart("ceilings", figures.ceiling_bars(results), says, numbers)
+        "The client's ceiling",
+        note(ceilings_said(results)),
+        chart("ceilings", figures.ceiling_bars(results), says, numbers),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import orjson
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from service.client import calls
@@ -74,13 +75,16 @@ def read_outputs(form: str, content: bytes, *, dtype: str) -> Arrays:
         members = orjson.loads(content)
         members.pop("info")
         return {name: _read_member(name, value, dtype) for name, value in members.items()}
-    except (KeyError, TypeError, AttributeError, UnreadableAnswer) as error:
+    except (KeyError, TypeError, AttributeError, UnreadableAnswer, DecodeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def server_times(content: bytes) -> dict[str, float]:
-    """Milliseconds in the queue and of computing, as an answer over gRPC tells them."""
-    message = pb.ModelInferResponse.FromString(content)
+    """Milliseconds in the queue and of computing, as an answer over gRPC tells them. Raises: ValueError for none."""
+    try:
+        message = pb.ModelInferResponse.FromString(content)
+    except DecodeError as error:
+        raise ValueError(f"no message of the protocol: {error}") from error
     return {
         name.removesuffix("_ms"): message.parameters[name].double_param for name in _TIMES if name in message.parameters
     }

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from service.load.account import Glance
+from service.load.digits import percentile_ms
 from service.load.results import Ceiling, StepResult
 
 
@@ -33,6 +34,10 @@ class ShownProgress:
     ) -> None:
         if self._live is not None:
             self._live.stop()
+
+    def say(self, what: str) -> None:
+        if self._live is not None:
+            self._live.update(Text(what))
 
     def begin(self, name: str, seconds: float) -> None:
         self._name, self._seconds = name, seconds
@@ -68,7 +73,7 @@ def ended(result: StepResult | Ceiling | None) -> str:
     """One line: what it came to."""
     if result is None:
         return "nothing was measured"
-    latency = result.latency
-    times = f"p50 {latency.p50_ms:.2f} ms, p99 {latency.p99_ms:.2f} ms" if latency.count else "no answers"
+    shown = {f"p{at:g}": percentile_ms(result.latency, at) for at in (50.0, 99.0)}
+    times = ", ".join(f"{name} {value:.2f} ms" for name, value in shown.items() if value is not None) or "no answers"
     failed = f", {result.failed} failed" if isinstance(result, StepResult) and result.failed else ""
     return f"{result.requests_s:.1f}/s, {times}{failed}"

@@ -38,15 +38,17 @@ class Distribution:
 
     @classmethod
     def of(cls, seconds: NDArray[np.float64]) -> Self:
+        """Percentiles never beyond the largest: a bucket of the histogram ends a little above what is in it."""
         histogram = HdrHistogram(_LEAST_US, _MOST_US, _DIGITS)
         microseconds = np.clip(np.rint(seconds * 1e6), _LEAST_US, _MOST_US).astype(np.int64)
         for value, count in zip(*np.unique(microseconds, return_counts=True), strict=True):
             histogram.record_value(int(value), int(count))
+        max_ms = float(seconds.max() * 1e3) if len(seconds) else 0.0
         return cls(
             count=len(seconds),
             mean_ms=float(seconds.mean() * 1e3) if len(seconds) else 0.0,
-            max_ms=float(seconds.max() * 1e3) if len(seconds) else 0.0,
-            percentiles_ms={f"{at:g}": _at(histogram, at) for at in PERCENTILES} if len(seconds) else {},
+            max_ms=max_ms,
+            percentiles_ms={f"{at:g}": min(_at(histogram, at), max_ms) for at in PERCENTILES} if len(seconds) else {},
             histogram=histogram.encode().decode(),
         )
 
@@ -101,8 +103,9 @@ class Ceiling:
 class Checked:
     """Answers of the step that were held against the formula in float64.
 
-    ``error`` and ``allowed`` are of the one output (``output``) whose error came nearest to what is allowed. ``wrong``
-    says of each wrong answer what is wrong, ``same_bits`` whether all answers to one request were equal bit for bit.
+    ``error`` and ``allowed`` are of the one output (``output``) whose error came nearest to what is allowed, as far as
+    they are finite. ``wrong`` says of each wrong answer what is wrong, ``same_bits`` whether all answers to one request
+    were equal bit for bit; nothing but that is known of the outputs in ``only_compared``.
     """
 
     answers: int
@@ -111,6 +114,7 @@ class Checked:
     error: float
     allowed: float
     same_bits: bool
+    only_compared: tuple[str, ...] = ()
 
     @property
     def is_right(self) -> bool:
@@ -124,9 +128,10 @@ class StepResult:
     ``loop`` is "open" (``rate_s`` requests a second, ``arrivals`` "poisson" or "even") or "closed" (``concurrency``
     requests under way, the next sent as one is answered). Only requests planned in the ``duration_s`` behind ramp and
     warm-up count. ``latency`` runs from the planned send to the whole answer, ``service_time`` from the send as it
-    happened; ``lateness`` is what lies between the two. In a closed loop no send is planned: the two are the same.
+    happened; ``lateness`` is what lies between the two. In a closed loop no send is planned: the two are the same, and
+    ``lateness`` is how late a clock ticked in the client.
     ``stages``: the service's own times, by the names of Server-Timing. ``late`` says why the figures are not the
-    service's alone; empty where they are.
+    service's alone; empty where they are. ``details``: of each kind of error, what the first one said.
     """
 
     form: str
@@ -147,6 +152,7 @@ class StepResult:
     service_time: Distribution
     lateness: Distribution
     errors: Mapping[str, int]
+    details: Mapping[str, str]
     stages: Mapping[str, Distribution]
     shapes: Mapping[str, Distribution]
     bin_s: float
@@ -191,10 +197,35 @@ class Results:
 def read_results(text: bytes) -> Results:
     """What ``to_json`` wrote. Raises: UnreadableResults."""
     try:
-        return TypeAdapter(Results).validate_json(text)
+        results = TypeAdapter(Results).validate_json(text)
+        for step in results.steps:
+            _check_step(step)
+        for ceiling in results.ceilings:
+            _check_distribution(ceiling.latency)
+        return results
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UnreadableResults(
             f"no results of a load test as this version writes them: {where}: {first['msg']}"
         ) from None
+
+
+def _check_step(step: StepResult) -> None:
+    """What no type says. Raises: UnreadableResults."""
+    level = (step.rate_s, step.arrivals) if step.loop == "open" else (step.concurrency,)
+    if step.loop not in ("open", "closed") or None in level:
+        raise UnreadableResults("no results of this version's load test: a step without its level of load")
+    for found in (step.latency, step.service_time, step.lateness, *step.stages.values(), *step.shapes.values()):
+        _check_distribution(found)
+
+
+def _check_distribution(found: Distribution) -> None:
+    """Raises: UnreadableResults."""
+    try:
+        HdrHistogram.decode(found.histogram)
+    except Exception as error:
+        # Its decoder names no exceptions: base64, zlib, struct and its own come out of it.
+        raise UnreadableResults(f"no results of this version's load test: a histogram that is none: {error}") from None
+    if found.count and set(found.percentiles_ms) != {f"{at:g}" for at in PERCENTILES}:
+        raise UnreadableResults("no results of this version's load test: percentiles are missing")

@@ -34,13 +34,16 @@ _HEAD_START_S = 0.1
 """Between telling the client processes of a step and its begin."""
 _GLANCE_EVERY_S = 0.25
 _FIRST_MESSAGE_S = 60.0
-_CEILING_CALLERS = 16
+_CALLERS_EACH = 8
 _CEILING_WARM_UP_S = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """What a load test is to do. Each of ``forms`` is loaded by each of ``loops``; ``ceiling_s`` 0: not measured."""
+    """What a load test is to do: each of ``forms`` is loaded by each of ``loops``.
+
+    ``ceiling_s``: how long the client alone is measured, at each concurrency; 0: not at all.
+    """
 
     url: str
     forms: tuple[str, ...]
@@ -54,7 +57,7 @@ class LoadPlan:
     num_processes: int = 1
     max_in_flight: int = 1000
     timeout_s: float = 30.0
-    ceiling_s: float = 2.0
+    ceiling_s: float = 1.0
     num_checked: int = 32
     seed: int = 0
     credentials: Credentials = field(default_factory=Credentials)
@@ -64,6 +67,10 @@ class LoadPlan:
 class Progress(Protocol):
     """Who is told how a load test goes."""
 
+    def say(self, what: str) -> None:
+        """What goes on between steps."""
+        ...
+
     def begin(self, name: str, seconds: float) -> None: ...
 
     def glance(self, glance: Glance) -> None: ...
@@ -71,22 +78,31 @@ class Progress(Protocol):
     def end(self, result: StepResult | Ceiling | None) -> None: ...
 
 
+class LostWorker(Exception):
+    """A client process is gone."""
+
+
 def run_load(plan: LoadPlan, progress: Progress, *, is_over: Callable[[], bool] = lambda: False) -> Results:
     """Every step in turn. Where ``is_over`` comes true, sending ends at once, and the results say that they were cut.
 
-    Raises: CommandError where the service does not answer these problems, or a client process is lost.
+    So they do where a client process is lost: what was measured before is worth as much as it was.
+    Raises: CommandError where the service does not answer these problems, or it ends before any of them is loaded.
     """
+    progress.say("drawing numbers, writing requests")
     problems = draw_problems(plan.shapes, dtype=plan.dtype, seed=plan.seed)
     bodies = {form: payloads(problems, form, plan.options, dtype=plan.dtype) for form in plan.forms}
     target = Target(url=plan.url, credentials=plan.credentials, timeout_s=plan.timeout_s)
+    progress.say("asking each request once")
     with asyncio.Runner(loop_factory=make_loop) as runner:
-        asked = {form: runner.run(_ask_each(target, form, each)) for form, each in bodies.items()}
+        asked = {form: runner.run(_ask_each(target, form, each, is_over)) for form, each in bodies.items()}
     service = _service(target, asked)
-    with ExitStack() as stack:
-        workers = stack.enter_context(_workers(plan, target, bodies, [problem.share for problem in problems]))
+    answers = {form: [_whole(outcome, form) for outcome in outcomes] for form, outcomes in asked.items()}
+    del asked
+    with _workers(plan, target, bodies, [problem.share for problem in problems]) as workers:
         test = _Test(plan, problems, bodies, workers, progress, is_over)
-        ceilings = {form: test.ceiling(form, [_whole(outcome, form) for outcome in asked[form]]) for form in plan.forms}
-        steps = test.steps()
+        ceilings = [ceiling for form in plan.forms for ceiling in test.ceilings(form, answers.pop(form))]
+        accounts = test.steps()
+    progress.say("checking answers")
     return Results(
         written=datetime.now(UTC).isoformat(timespec="seconds"),
         command=plan.command,
@@ -97,8 +113,8 @@ def run_load(plan: LoadPlan, progress: Progress, *, is_over: Callable[[], bool] 
         options={**plan.options, "dtype": plan.dtype},
         seed=plan.seed,
         was_cut=test.was_cut,
-        ceilings=tuple(ceiling for ceiling in ceilings.values() if ceiling is not None),
-        steps=tuple(test.results(steps, ceilings)),
+        ceilings=tuple(ceilings),
+        steps=tuple(test.results(accounts, ceilings)),
     )
 
 
@@ -122,25 +138,32 @@ class _Test:
         self._is_over = is_over
         self.was_cut = False
 
-    def ceiling(self, form: str, answers: Sequence[bytes]) -> Ceiling | None:
+    def ceilings(self, form: str, answers: Sequence[bytes]) -> Iterator[Ceiling]:
+        """One for each concurrency of the steps; where there is an open loop, one also with callers enough for all."""
         plan = self._plan
-        if not plan.ceiling_s or self.was_cut:
-            return None
-        wanted = [loop.concurrency for loop in plan.loops if isinstance(loop, ClosedLoop)] or [_CEILING_CALLERS]
-        concurrency = max(*wanted, plan.num_processes)
-        with _echo(answers, over_grpc=form == "grpc") as url:
-            account = self._run(
-                f"{form}, the client alone against an echo",
-                form,
-                ClosedLoop(concurrency=concurrency),
-                ramp_s=0.0,
-                warm_up_s=_CEILING_WARM_UP_S,
-                duration_s=plan.ceiling_s,
-                echo_url=url,
-            )
-        found = account.ceiling(concurrency)
-        self._progress.end(found)
-        return found
+        levels = {loop.concurrency for loop in plan.loops if isinstance(loop, ClosedLoop)}
+        if any(isinstance(loop, OpenLoop) for loop in plan.loops):
+            levels.add(_CALLERS_EACH * plan.num_processes)
+        if not plan.ceiling_s:
+            return
+        with ExitStack() as stack:
+            echoes = [stack.enter_context(_echo(answers, over_grpc=form == "grpc")) for _ in self._workers]
+            for concurrency in sorted(levels):
+                if self.was_cut:
+                    return
+                account = self._run(
+                    f"{form}, the client alone against an echo, {concurrency} at once",
+                    form,
+                    ClosedLoop(concurrency=concurrency),
+                    ramp_s=0.0,
+                    warm_up_s=_CEILING_WARM_UP_S,
+                    duration_s=plan.ceiling_s,
+                    echo_urls=tuple(echoes),
+                )
+                found = account.ceiling(concurrency)
+                self._progress.end(found)
+                if found is not None:
+                    yield found
 
     def steps(self) -> list[Account]:
         plan, accounts = self._plan, []
@@ -162,10 +185,9 @@ class _Test:
                 self._progress.end(account.result(ceiling=None, checked=None))
         return accounts
 
-    def results(self, accounts: Sequence[Account], ceilings: Mapping[str, Ceiling | None]) -> Iterator[StepResult]:
-        checks = self._checks(accounts)
-        for account, checked in zip(accounts, checks, strict=True):
-            result = account.result(ceiling=ceilings[account.step.form], checked=checked)
+    def results(self, accounts: Sequence[Account], ceilings: Sequence[Ceiling]) -> Iterator[StepResult]:
+        for account, checked in zip(accounts, self._checks(accounts), strict=True):
+            result = account.result(ceiling=_fitting(account.step, ceilings), checked=checked)
             if result is not None:
                 yield result
 
@@ -176,6 +198,7 @@ class _Test:
         from service.load.checks import Checker
 
         checker = Checker(self._problems, self._plan.options, self._plan.dtype)
+        # What ended the load was not meant for the checks; who wants these to end as well says so once more.
         return [checker.check(account.step.form, account.samples) for account in accounts]
 
     def _run(self, name: str, form: str, loop: OpenLoop | ClosedLoop, **times: Any) -> Account:
@@ -183,19 +206,23 @@ class _Test:
         shapes = [problem.shape.text for problem in self._problems]
         account = Account(step, shapes, [len(payload.body) for payload in self._bodies[form]])
         self._progress.begin(name, step.end_s)
-        for worker in self._workers:
-            worker.send(step)
-        self._collect(account)
+        try:
+            for worker in self._workers:
+                worker.send(step)
+            self._collect(account)
+        except LostWorker:
+            self._cut(account)
+            self._progress.say("a client process ended by itself; what it printed says why")
         return account
 
     def _collect(self, account: Account) -> None:
-        """Until every client process is through with its share. Raises: CommandError where one is gone."""
+        """Until every client process is through with its share. Raises: LostWorker."""
         begin = account.step.begin
         left: dict[Any, int] = {worker: number for number, worker in enumerate(self._workers)}
         next_glance = time.monotonic() + _GLANCE_EVERY_S
         while left:
             if not self.was_cut and self._is_over():
-                self.was_cut, account.stopped_s = True, time.monotonic() - begin
+                self._cut(account)
                 for worker in self._workers:
                     worker.send(STOP)
             for ready in wait(list(left), timeout=_GLANCE_EVERY_S):
@@ -207,12 +234,24 @@ class _Test:
                 next_glance = time.monotonic() + _GLANCE_EVERY_S
                 self._progress.glance(account.glance(max(0.0, time.monotonic() - begin)))
 
+    def _cut(self, account: Account) -> None:
+        self.was_cut, account.stopped_s = True, time.monotonic() - account.step.begin
+
+
+def _fitting(step: Step, ceilings: Sequence[Ceiling]) -> Ceiling | None:
+    """That of the same number of callers; for an open loop the highest."""
+    own = [ceiling for ceiling in ceilings if ceiling.form == step.form]
+    if isinstance(step.loop, ClosedLoop):
+        return next((ceiling for ceiling in own if ceiling.concurrency == step.loop.concurrency), None)
+    return max(own, key=lambda ceiling: ceiling.requests_s, default=None)
+
 
 def _received(worker: Any) -> Part:
+    """Raises: LostWorker."""
     try:
         part = worker.recv()
     except (EOFError, OSError):
-        raise CommandError("a client process ended by itself: what it printed says why") from None
+        raise LostWorker from None
     assert isinstance(part, Part)
     return part
 
@@ -281,13 +320,17 @@ def _first_message(connection: Connection) -> Any:
     raise CommandError("a process of the load test did not start: what it printed says why")
 
 
-async def _ask_each(target: Target, form: str, bodies: Sequence[Payload]) -> list[Outcome]:
+async def _ask_each(target: Target, form: str, bodies: Sequence[Payload], is_over: Callable[[], bool]) -> list[Outcome]:
     """The answer to each body. Raises: CommandError for the first that is none, in the service's words."""
     sender = make_sender(target, grpc=form == "grpc")
     try:
         outcomes = []
         for payload in bodies:
-            outcome = await sender.send(payload)
+            asking = asyncio.create_task(sender.send(payload))
+            while not (await asyncio.wait((asking,), timeout=_GLANCE_EVERY_S))[0]:
+                if is_over():
+                    raise CommandError("ended before any load: the service had not answered each request once")
+            outcome = asking.result()
             if outcome.error:
                 said = f": {outcome.detail}" if outcome.detail else ""
                 raise CommandError(f"{target.url} does not answer this in {form}: {outcome.error}{said}")
@@ -332,6 +375,8 @@ def _client(plan: LoadPlan) -> dict[str, str]:
         "python": platform.python_version(),
         "library": "grpc.aio" if "grpc" in plan.forms else f"httpx {httpx.__version__}",
         "machine": platform.node(),
+        "times": f"{plan.ramp_s:g} s of ramp, {plan.warm_up_s:g} s of warm-up, {plan.duration_s:g} s measured",
+        "limits": f"{plan.timeout_s:g} s for an answer, {plan.max_in_flight} requests under way",
     }
 
 

@@ -7,7 +7,8 @@ would take a fifth of the time of a small request.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import ssl
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -21,10 +22,9 @@ from service.client.tries import SLICE_BYTES, slices
 from service.credentials import CommandError, Credentials
 from service.load.payloads import Payload, server_times
 
-TOO_LATE = "no answer in time"
+NO_ANSWER = "no answer in time"
 _HEADERS = {"accept-encoding": "identity", "user-agent": "attn-load"}
-_MAX_CONNECTIONS = 100_000
-_SHORT_TEXT = 120
+_ONE_CONNECTION = httpx.Limits(max_connections=1, max_keepalive_connections=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +62,19 @@ def make_sender(target: Target, *, grpc: bool) -> Sender:
 
 
 class HttpSender:
-    """HTTP/1.1 with connections kept alive, one for each request under way."""
+    """HTTP/1.1 with connections kept alive, one for each request under way; the one used last is used next.
+
+    Each connection is a transport of its own: a pool of httpx looks at every connection for every request, which after
+    a stall of the service is more than a client can do, so that it would never recover.
+    """
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._transport = httpx.AsyncHTTPTransport(
-            verify=target.credentials.tls(),
-            limits=httpx.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=_MAX_CONNECTIONS),
-        )
+        tls = target.credentials.tls()
+        # Made once: to read the authorities of a machine takes longer than most requests.
+        self._tls = tls if isinstance(tls, ssl.SSLContext) else httpx.create_ssl_context()
+        self._all: list[httpx.AsyncHTTPTransport] = []
+        self._free: list[httpx.AsyncHTTPTransport] = []
         address = urlsplit(target.url)
         self._headers = {"host": address.netloc} | _HEADERS | target.credentials.headers()
         self._urls: dict[str, httpx.URL] = {}
@@ -77,18 +82,26 @@ class HttpSender:
         self._extensions = {"timeout": dict.fromkeys(("connect", "read", "write", "pool"))}
 
     async def send(self, payload: Payload) -> Outcome:
+        transport = self._free.pop() if self._free else self._connection()
         try:
             async with asyncio.timeout(self._target.timeout_s):
-                return await self._exchange(payload)
+                return await self._exchange(transport, payload)
         except TimeoutError:
-            return Outcome(TOO_LATE)
-        except httpx.TransportError as error:
+            return Outcome(NO_ANSWER)
+        except httpx.RequestError as error:
             return Outcome(_broken(error), detail=str(error))
+        finally:
+            self._free.append(transport)
 
     async def close(self) -> None:
-        await self._transport.aclose()
+        for transport in self._all:
+            await transport.aclose()
 
-    async def _exchange(self, payload: Payload) -> Outcome:
+    def _connection(self) -> httpx.AsyncHTTPTransport:
+        self._all.append(httpx.AsyncHTTPTransport(verify=self._tls, limits=_ONE_CONNECTION))
+        return self._all[-1]
+
+    async def _exchange(self, transport: httpx.AsyncHTTPTransport, payload: Payload) -> Outcome:
         url = self._urls.get(payload.path)
         if url is None:
             url = self._urls[payload.path] = httpx.URL(self._target.url + payload.path)
@@ -98,10 +111,10 @@ class HttpSender:
             url,
             headers=self._headers
             | {"content-type": payload.media_type, "accept": payload.media_type, "content-length": str(size)},
-            content=payload.body if size <= SLICE_BYTES else _sliced(payload.body),
+            content=payload.body if size <= SLICE_BYTES else _sliced(payload.body),  # type: ignore[arg-type]
             extensions=self._extensions,
         )
-        response = await self._transport.handle_async_request(request)
+        response = await transport.handle_async_request(request)
         try:
             content = await response.aread()
         finally:
@@ -109,6 +122,8 @@ class HttpSender:
         headers = response.headers
         if response.status_code != httpx.codes.OK:
             return _refused(response.status_code, headers, content)
+        if (media_type := headers.get("content-type", "")) != payload.media_type:
+            return Outcome(f"{media_type or 'nothing'} instead of {payload.media_type}")
         return Outcome(content=content, stages=calls.read_timing(headers.get("server-timing", "")), headers=headers)
 
 
@@ -118,7 +133,11 @@ class GrpcSender:
     def __init__(self, target: Target) -> None:
         self._target = target
         address = urlsplit(target.url)
-        options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+        options = [
+            ("grpc.max_receive_message_length", -1),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.enable_http_proxy", 0),
+        ]
         if address.scheme == "https":
             channel = grpc.aio.secure_channel(address.netloc, _grpc_credentials(target.credentials), options)
         else:
@@ -137,8 +156,11 @@ class GrpcSender:
         except grpc.aio.AioRpcError as error:
             code = error.code()
             late = code is grpc.StatusCode.DEADLINE_EXCEEDED
-            return Outcome(TOO_LATE if late else code.name, detail=error.details() or "")
-        return Outcome(content=content, stages=server_times(content))
+            return Outcome(NO_ANSWER if late else code.name, detail=error.details() or "")
+        try:
+            return Outcome(content=content, stages=server_times(content))
+        except ValueError as error:
+            return Outcome("an answer that is none", detail=str(error))
 
     async def close(self) -> None:
         await self._channel.close()
@@ -151,19 +173,23 @@ def _refused(status: int, headers: Mapping[str, str], content: bytes) -> Outcome
     return Outcome(f"{status} {error.name}".strip(), detail=str(error), headers=headers)
 
 
-def _broken(error: httpx.TransportError) -> str:
+def _broken(error: httpx.RequestError) -> str:
+    if "Too many open files" in str(error):
+        return "no connection: too many open files in the client"
     if isinstance(error, httpx.ConnectError):
         return "no connection"
-    return "connection broken"
+    return "an answer that is none" if isinstance(error, httpx.DecodingError) else "connection broken"
 
 
-async def _sliced(body: bytes):  # type: ignore[no-untyped-def]
+async def _sliced(body: bytes) -> AsyncIterator[memoryview]:
     for part in slices([body]):
         yield part
 
 
 def _grpc_credentials(credentials: Credentials) -> grpc.ChannelCredentials:
     """Raises: CommandError naming the file."""
+    # gRPC ends the whole process over files that this one refuses in a sentence.
+    credentials.tls()
     parts = []
     for path in (credentials.ca, credentials.certificate_key or credentials.certificate, credentials.certificate):
         try:

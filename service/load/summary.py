@@ -7,17 +7,19 @@ from typing import Literal
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from service.load import digits
-from service.load.caveats import CEILINGS, CLOSED, FAILED, FEW, Caveat, caveats
+from service.load.caveats import CLOSED, FAILED, FEW, Caveat, caveats, ceilings_said
 from service.load.comparison import RULE, Change, Comparison, Pair
 from service.load.digits import max_ms, milliseconds, percentile_ms
 from service.load.results import Results, StepResult
 
 _WIDE = 110
 """Columns of a terminal that takes every column of the steps."""
+_LEAST_WIDTH, _WIDEST = 80, 1000
 _LOOKS = {"better": "green", "worse": "bold red", "same": "", "too few": "dim"}
 _MEASURES: dict[str, tuple[str, Callable[[float | None], str]]] = {
     "requests_s": ("requests/s", digits.scaled),
@@ -60,7 +62,7 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
 
 def _show_steps(steps: Sequence[StepResult], console: Console) -> None:
     if not steps:
-        console.print(Text("No step was finished."))
+        console.print(Text("No step has figures: no send fell into its measured time."))
         return
     is_wide = console.width >= _WIDE
     more = ("planned", "answered", "MB/s out", "MB/s in") if is_wide else ()
@@ -131,6 +133,9 @@ def _show_errors(steps: Sequence[StepResult], console: Console) -> None:
     ]
     if rows:
         _print(console, "Failed requests", ("form", "load", "number", "kind"), rows, texts=2, last_text=True)
+    told = {kind: detail for step in steps for kind, detail in step.details.items() if detail}
+    for kind, detail in told.items():
+        console.print(Text(f"{kind}: {detail.splitlines()[0]}", "dim"))
 
 
 def _show_ceilings(results: Results, console: Console) -> None:
@@ -145,7 +150,7 @@ def _show_ceilings(results: Results, console: Console) -> None:
     ]
     if rows:
         _print(console, "The client's ceiling", ("form", "load", "req/s", "p50 ms"), rows, texts=2)
-        console.print(Text(CEILINGS, "dim"))
+        console.print(Text(ceilings_said(results), "dim"))
 
 
 def _show_caveat(caveat: Caveat, console: Console) -> None:
@@ -196,4 +201,6 @@ def _print(
     for row in rows:
         # Text, so that no bracket of a name is read as a style.
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    console.print(table, highlight=False)
+    # Wider than a narrow terminal, which breaks lines: a number that lacks its last digits is another number.
+    needed = Measurement.get(console, console.options.update(max_width=_WIDEST), table).maximum
+    console.print(table, highlight=False, width=max(console.width, min(needed, _LEAST_WIDTH)), crop=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random as chance
+import resource
 import select
 import selectors
 import signal
@@ -16,22 +17,27 @@ import time
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
+from typing import Any
 
 from service.load.arrivals import ClosedLoop, OpenLoop, planned_sends, starts
 from service.load.payloads import Payload
 from service.load.sending import Outcome, Sender, Target, make_sender
 
 TOO_MANY, BEHIND = "not sent: too many under way", "not sent: the client was behind"
-NOT_SENT = (TOO_MANY, BEHIND)
 GRACE_S = 1.0
 """So long behind the end of a step a client still sends what it should have sent before."""
 STOP, READY = "stop", "ready"
 ANSWERED = 0
 """The place of answers among the kinds of outcomes."""
 _PART_EVERY_S = 0.25
-_MAX_SAMPLED_BYTES = 2**27
+_MAX_SAMPLED_BYTES = 2**25
+_MAX_KINDS = 20
+OTHERS = "others"
+_TICK_S = 0.01
+_AFTER_FAILURE_S = 0.05
+"""A caller of a closed loop that was refused waits so long: to ask again at once would be no load but a flood."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +55,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """``begin``: when it begins, on the machine's monotonic clock. ``echo_url``: an echo instead of the service.
+    """``begin``: when it begins, on the machine's monotonic clock. ``echo_urls``: an echo for each worker, instead of
+    the service.
 
     ``num_samples`` answers are kept, drawn evenly from those of the measured time.
     """
@@ -61,7 +68,7 @@ class Step:
     warm_up_s: float
     duration_s: float
     num_samples: int = 0
-    echo_url: str | None = None
+    echo_urls: tuple[str, ...] = ()
 
     @property
     def measured_from_s(self) -> float:
@@ -93,9 +100,13 @@ class Part:
     kind: array[int] = field(default_factory=lambda: array("H"))
     received: array[int] = field(default_factory=lambda: array("L"))
     stages: dict[str, array[float]] = field(default_factory=dict)
+    ticks: array[float] = field(default_factory=lambda: array("d"))
+    """How late a clock of this process ticked, in the measured time: what held it up held up answers too."""
     kinds: list[str] = field(default_factory=lambda: [""])
     details: dict[str, str] = field(default_factory=dict)
     in_flight: int = 0
+    num_behind: int = 0
+    """Sends of the measured time that were never made, since the client was still behind when the step was over."""
     samples: list[Sample] = field(default_factory=list)
     is_last: bool = False
 
@@ -117,11 +128,19 @@ def make_loop() -> asyncio.AbstractEventLoop:
     return asyncio.SelectorEventLoop(selector)
 
 
+def leave_signals() -> None:
+    """Whoever started this process decides when it stops: a signal to all of a group is for that one."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def work(connection: Connection, job: Job) -> None:
     """What a client process runs: steps as they come over ``connection``, until it is closed or None comes."""
-    # Whoever started it decides when to stop.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with asyncio.Runner(loop_factory=make_loop) as runner:
+    leave_signals()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    # Where whoever started it is gone, there is nobody to tell.
+    with suppress(BrokenPipeError, ConnectionResetError), asyncio.Runner(loop_factory=make_loop) as runner:
         runner.run(Worker(connection, job).run())
 
 
@@ -150,9 +169,9 @@ class Worker:
         job = self._job
         payloads = job.payloads[step.form]
         target = job.target
-        if step.echo_url is not None:
+        if step.echo_urls:
             payloads = [payload.to_echo() for payload in payloads]
-            target = Target(url=step.echo_url, credentials=target.credentials, timeout_s=target.timeout_s)
+            target = replace(target, url=step.echo_urls[job.worker])
         sender = make_sender(target, grpc=step.form == "grpc")
         sending = Sending(step, job, payloads, sender)
         try:
@@ -191,7 +210,9 @@ class Sending:
         self._sender = sender
         self._shares = list(itertools.accumulate(job.shares))
         self._random = chance.Random(f"{job.seed} {job.worker} {step.form} {step.loop}")
-        self._in_flight: set[asyncio.Task[None]] = set()
+        # One of its own: how many answers came when must not decide what is sent next.
+        self._sampling = chance.Random(f"{job.seed} {job.worker}")
+        self._in_flight: set[asyncio.Task[Any]] = set()
         self._part = Part()
         self._kinds = {"": ANSWERED}
         self._samples: list[Sample] = []
@@ -202,6 +223,7 @@ class Sending:
 
     async def run(self) -> None:
         loop = self._step.loop
+        ticking = asyncio.create_task(self._tick())
         sending = self._open(loop) if isinstance(loop, OpenLoop) else self._closed(loop)
         self._sending = asyncio.create_task(sending)
         await asyncio.wait((self._sending,))
@@ -209,12 +231,27 @@ class Sending:
             self._sending.result()
         if self._in_flight:
             await asyncio.wait(self._in_flight)
+        ticking.cancel()
 
     def stop(self) -> None:
-        """Send nothing more; what is under way is waited for."""
+        """Send nothing more; what is under way has a moment left."""
+        if self._stopped.is_set():
+            return
         self._stopped.set()
         if self._sending is not None and isinstance(self._step.loop, OpenLoop):
             self._sending.cancel()
+        asyncio.get_running_loop().call_later(GRACE_S, self._give_up)
+
+    def _give_up(self) -> None:
+        for task in self._in_flight:
+            task.cancel()
+
+    async def _tick(self) -> None:
+        step = self._step
+        while (due := time.monotonic() + _TICK_S) < step.begin + step.end_s:
+            await asyncio.sleep(_TICK_S)
+            if due >= step.begin + step.measured_from_s:
+                self._part.ticks.append(time.monotonic() - due)
 
     def part(self) -> Part:
         part, self._part = self._part, Part(kinds=list(self._kinds))
@@ -228,7 +265,7 @@ class Sending:
         return part
 
     async def _open(self, loop: OpenLoop) -> None:
-        job, begin, is_behind = self._job, self._step.begin, False
+        job, begin = self._job, self._step.begin
         sends = planned_sends(
             loop,
             ramp_s=self._step.ramp_s,
@@ -238,14 +275,16 @@ class Sending:
             seed=job.seed,
         )
         for at_s in sends:
-            if not is_behind:
-                # Also where it is late already: answers want to be read.
-                await asyncio.sleep(max(0.0, begin + at_s - time.monotonic()))
+            # Also where it is late already: answers want to be read.
+            await asyncio.sleep(max(0.0, begin + at_s - time.monotonic()))
             payload = self._next_payload()
             now_s = time.monotonic() - begin
-            is_behind = now_s > self._step.end_s + GRACE_S
-            if is_behind or len(self._in_flight) >= job.max_in_flight:
-                self._add(at_s, now_s, now_s, payload, Outcome(BEHIND if is_behind else TOO_MANY))
+            if now_s > self._step.end_s + GRACE_S:
+                from_s = max(at_s, self._step.measured_from_s)
+                self._part.num_behind += round((self._step.end_s - from_s) * loop.rate_s / job.num_workers)
+                return
+            if len(self._in_flight) >= job.max_in_flight:
+                self._add(at_s, now_s, now_s, payload, Outcome(TOO_MANY))
                 continue
             task = asyncio.create_task(self._one(payload, at_s))
             self._in_flight.add(task)
@@ -254,10 +293,9 @@ class Sending:
     async def _closed(self, loop: ClosedLoop) -> None:
         own = starts(loop, ramp_s=self._step.ramp_s, worker=self._job.worker, num_workers=self._job.num_workers)
         self._in_flight |= {asyncio.create_task(self._caller(at_s)) for at_s in own}
-        await asyncio.wait(self._in_flight) if self._in_flight else None
-        for task in self._in_flight:
-            task.result()
-        self._in_flight.clear()
+        if self._in_flight:
+            await asyncio.wait(self._in_flight)
+            self._in_flight.clear()
 
     async def _caller(self, start_s: float) -> None:
         begin, end_s = self._step.begin, self._step.end_s
@@ -265,14 +303,22 @@ class Sending:
             async with asyncio.timeout(max(0.0, begin + start_s - time.monotonic())):
                 await self._stopped.wait()
         while not self._stopped.is_set() and time.monotonic() - begin < end_s:
-            await self._one(self._next_payload(), None)
+            began = time.monotonic()
+            if not await self._one(self._next_payload(), None):
+                await asyncio.sleep(max(0.0, began + _AFTER_FAILURE_S - time.monotonic()))
 
-    async def _one(self, payload: Payload, planned_s: float | None) -> None:
+    async def _one(self, payload: Payload, planned_s: float | None) -> bool:
+        """Whether it was answered."""
         begin = self._step.begin
         sent_s = time.monotonic() - begin
-        outcome = await self._sender.send(payload)
+        try:
+            outcome = await self._sender.send(payload)
+        except Exception as error:
+            # Nothing that was sent is lost without a word, whatever an HTTP library makes of an answer.
+            outcome = Outcome(f"the client's own {type(error).__name__}", detail=str(error))
         done_s = time.monotonic() - begin
         self._add(sent_s if planned_s is None else planned_s, sent_s, done_s, payload, outcome)
+        return not outcome.error
 
     def _next_payload(self) -> Payload:
         return self._random.choices(self._payloads, cum_weights=self._shares)[0]
@@ -284,24 +330,25 @@ class Sending:
         part.done.append(done_s)
         part.number.append(payload.number)
         part.received.append(len(outcome.content))
-        part.kind.append(self._kinds.setdefault(outcome.error, len(self._kinds)))
+        kind = outcome.error if outcome.error in self._kinds or len(self._kinds) < _MAX_KINDS else OTHERS
+        part.kind.append(self._kinds.setdefault(kind, len(self._kinds)))
         if outcome.error:
-            part.details.setdefault(outcome.error, outcome.detail)
+            part.details.setdefault(kind, outcome.detail)
         elif planned_s >= self._step.measured_from_s:
             for name, duration_ms in outcome.stages.items():
                 part.stages.setdefault(name, array("d")).append(duration_ms)
             self._sample(payload, outcome)
 
     def _sample(self, payload: Payload, outcome: Outcome) -> None:
-        """Keep each answer with equal chance (a reservoir), as far as memory for them goes."""
+        """Keep each answer with equal chance (a reservoir), as many as wanted and as memory for them allows."""
         self._num_sampled += 1
         size, sample = len(outcome.content), Sample(payload.number, outcome.content)
-        if len(self._samples) < self._step.num_samples:
-            if not self._samples or self._sampled_bytes + size <= _MAX_SAMPLED_BYTES:
-                self._samples.append(sample)
-                self._sampled_bytes += size
+        has_room = not self._samples or self._sampled_bytes + size <= _MAX_SAMPLED_BYTES
+        if len(self._samples) < self._step.num_samples and has_room:
+            self._samples.append(sample)
+            self._sampled_bytes += size
             return
-        place = self._random.randrange(self._num_sampled)
+        place = self._sampling.randrange(self._num_sampled)
         if place < len(self._samples):
             self._sampled_bytes += size - len(self._samples[place].content)
             self._samples[place] = sample

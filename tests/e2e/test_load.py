@@ -23,7 +23,7 @@ from service.load.arrivals import ClosedLoop, OpenLoop
 from service.load.problems import read_shape
 from service.load.results import Ceiling, Results, StepResult, read_results
 from service.load.run import LoadPlan, run_load
-from service.load.worker import NOT_SENT
+from service.load.worker import BEHIND, TOO_MANY
 from tests.support.server import RunningServer, server_environment
 
 SMALL = (read_shape("1,2,16,8@3"), read_shape("1,4/2,5-40,16"))
@@ -36,6 +36,9 @@ class Heard:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.ends: list[StepResult | Ceiling | None] = []
+
+    def say(self, what: str) -> None:
+        assert what
 
     def begin(self, name: str, seconds: float) -> None:
         self.names.append(name)
@@ -158,7 +161,7 @@ def test_a_plan_beyond_what_the_client_can_send_is_called_the_clients_fault(serv
         server.url, loops=(OpenLoop(rate_s=20000.0, arrivals="even"),), duration_s=0.3, max_in_flight=20, num_checked=0
     )
     (step,) = results.steps
-    assert step.errors.keys() <= set(NOT_SENT) and step.late
+    assert step.errors.keys() <= {BEHIND, TOO_MANY} and step.late
     assert step.planned == 6000 and step.answered + step.failed == 6000
 
 

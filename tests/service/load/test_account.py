@@ -9,7 +9,7 @@ import pytest
 from service.load.account import Account
 from service.load.arrivals import ClosedLoop, OpenLoop
 from service.load.results import Ceiling, Distribution
-from service.load.worker import NOT_SENT, Part, Step
+from service.load.worker import BEHIND, TOO_MANY, Part, Step
 
 OPEN, CLOSED = OpenLoop(rate_s=100.0, arrivals="even"), ClosedLoop(concurrency=2)
 REFUSED = "429 overloaded"
@@ -127,19 +127,52 @@ def test_a_client_that_sends_late_beside_the_latency_is_told_of(late_s: float, i
     assert not is_late or "late for its planned sends" in result.late[0]
 
 
-def test_late_sends_hidden_behind_fast_ones_are_told_of() -> None:
-    requests = [(at / 100, at / 100 + (0.05 if at % 50 == 0 else 0), at / 100 + 0.06, "") for at in range(200, 600)]
+@pytest.mark.parametrize(
+    ("every", "late_s", "spoiled"),
+    [(50, 0.05, "p99, p99.9, max"), (8, 0.02, "p90, p99, p99.9"), (399, 0.05, "p99.9, max")],
+)
+def test_late_sends_are_told_of_at_each_percentile_that_they_spoil(every: int, late_s: float, spoiled: str) -> None:
+    requests = [
+        (at / 100, at / 100 + (late_s if at % every == 0 else 0), at / 100 + 0.06, "") for at in range(200, 600)
+    ]
     result = account(part(*requests)).result(ceiling=None, checked=None)
-    assert result is not None and result.late
+    assert result is not None and result.late[0].endswith(f"which spoils {spoiled}")
 
 
-@pytest.mark.parametrize("kind", NOT_SENT)
-def test_sends_that_did_not_happen_are_failures_and_told_of(kind: str) -> None:
-    result = account(part((3.0, 3.0, 3.1, ""), (3.1, 3.1, 3.1, kind))).result(ceiling=None, checked=None)
+@pytest.mark.parametrize(("longest_s", "stood_still"), [(0.002, False), (0.3, True)])
+def test_a_client_that_stood_still_in_a_closed_loop_is_told_of(longest_s: float, stood_still: bool) -> None:
+    made = part(*[(at / 100, at / 100, at / 100 + 0.05, "") for at in range(200, 600)])
+    made.ticks = array("d", [0.0001] * 300 + [longest_s])
+    result = account(made, of=step(CLOSED)).result(ceiling=None, checked=None)
+    assert result is not None and result.lateness.max_ms == pytest.approx(longest_s * 1e3)
+    assert bool(result.late) == stood_still and (not stood_still or "stood still" in result.late[0])
+
+
+def test_what_failures_said_first_is_kept() -> None:
+    made = part((3.0, 3.0, 3.1, REFUSED))
+    made.details = {REFUSED: "the queue is full"}
+    result = account(made).result(ceiling=None, checked=None)
+    assert result is not None and result.details == {REFUSED: "the queue is full"}
+
+
+def test_sends_that_did_not_happen_are_failures_and_told_of() -> None:
+    result = account(part((3.0, 3.0, 3.1, ""), (3.1, 3.1, 3.1, TOO_MANY))).result(ceiling=None, checked=None)
     assert result is not None
-    assert result.errors == {kind: 1} and "did not happen" in result.late[0]
+    assert result.errors == {TOO_MANY: 1} and "did not happen" in result.late[0]
     # Nothing of it was sent: no bytes, no lateness.
     assert result.sent_mb_s == pytest.approx(500 / 4 / 1e6) and result.lateness.count == 1
+
+
+@pytest.mark.parametrize("requests", [((3.0, 3.0, 3.1, ""),), ()])
+def test_sends_that_a_client_never_came_to_are_counted_without_a_row_each(
+    requests: tuple[tuple[float, float, float, str], ...],
+) -> None:
+    behind = part(*requests)
+    behind.num_behind = 10**9
+    result = account(behind).result(ceiling=None, checked=None)
+    assert result is not None
+    assert result.errors == {BEHIND: 10**9} and result.failed == 10**9
+    assert result.planned == 10**9 + len(requests) and "still behind" in result.late[0]
 
 
 @pytest.mark.parametrize(("loop", "reached"), [(OPEN, 100.0), (CLOSED, 1.0)])

@@ -75,7 +75,7 @@ def test_a_closed_loop_is_said_to_hide_stalls() -> None:
 
 def test_a_run_without_a_step_says_so() -> None:
     text = shown(make_results(rates=(), was_cut=True))
-    assert "No step was finished." in text and "cut short" in text
+    assert "No step has figures" in text and "cut short" in text
 
 
 def test_a_comparison_shows_both_numbers_their_ratio_and_the_verdict() -> None:
