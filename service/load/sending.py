@@ -7,8 +7,9 @@ would take a fifth of the time of a small request.
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -174,11 +175,21 @@ def _refused(status: int, headers: Mapping[str, str], content: bytes) -> Outcome
 
 
 def _broken(error: httpx.RequestError) -> str:
-    if "Too many open files" in str(error):
+    if any(isinstance(cause, OSError) and cause.errno == errno.EMFILE for cause in _causes(error)):
         return "no connection: too many open files in the client"
     if isinstance(error, httpx.ConnectError):
         return "no connection"
     return "an answer that is none" if isinstance(error, httpx.DecodingError) else "connection broken"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """All that lies behind an error: libraries wrap what the system said, each in its own way."""
+    while error is not None:
+        yield error
+        if isinstance(error, BaseExceptionGroup):
+            for each in error.exceptions:
+                yield from _causes(each)
+        error = error.__cause__ or error.__context__
 
 
 async def _sliced(body: bytes) -> AsyncIterator[memoryview]:

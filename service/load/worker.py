@@ -334,7 +334,7 @@ class Sending:
         part.kind.append(self._kinds.setdefault(kind, len(self._kinds)))
         if outcome.error:
             part.details.setdefault(kind, outcome.detail)
-        elif planned_s >= self._step.measured_from_s:
+        elif self._step.measured_from_s <= planned_s < self._step.end_s:
             for name, duration_ms in outcome.stages.items():
                 part.stages.setdefault(name, array("d")).append(duration_ms)
             self._sample(payload, outcome)
