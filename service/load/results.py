@@ -206,9 +206,7 @@ def read_results(text: bytes) -> Results:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise UnreadableResults(
-            f"no results of a load test as this version writes them: {where}: {first['msg']}"
-        ) from None
+        raise UnreadableResults(f"no results of this version's load test: {where}: {first['msg']}") from None
 
 
 def _check_step(step: StepResult) -> None:

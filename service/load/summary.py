@@ -201,6 +201,8 @@ def _print(
     for row in rows:
         # Text, so that no bracket of a name is read as a style.
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    # Wider than a narrow terminal, which breaks lines: a number that lacks its last digits is another number.
+    # A terminal that is too narrow breaks lines; a number that lacked its last digits would be another number.
     needed = Measurement.get(console, console.options.update(max_width=_WIDEST), table).maximum
-    console.print(table, highlight=False, width=max(console.width, min(needed, _LEAST_WIDTH)), crop=False)
+    own, console.width = console.width, max(console.width, min(needed, _LEAST_WIDTH))
+    console.print(table, highlight=False)
+    console.width = own

@@ -109,7 +109,7 @@ def make_step(
         service_time=Distribution.of(service_s),
         lateness=Distribution.of(waited_s if is_open else np.zeros(0)),
         errors=_errors(num_failed),
-        details={kind: f"{kind}: no more than that" for kind in _errors(num_failed)},
+        details=dict.fromkeys(_errors(num_failed), "no more than that"),
         stages={name: Distribution.of(service_s * share) for name, share in STAGE_SHARES.items()},
         shapes={shape: Distribution.of(latency_s[of_shape == index]) for index, shape in enumerate(shapes)},
         bin_s=0.25,

@@ -95,3 +95,24 @@ def test_a_comparison_names_steps_without_a_partner() -> None:
     )
     assert "Only in this run: safetensors, open, 7/s, poisson" in text
     assert "Only in the earlier run: safetensors, open, 9/s, poisson" in text
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80])
+def test_no_number_loses_a_digit_in_a_narrow_terminal(width: int) -> None:
+    results = make_results(rates=(12_346,), slowness=100_000.0, num_answers=2000)
+    (step,) = results.steps
+    text = shown(results, width)
+    numbers = {scaled(step.requests_s), *(milliseconds(percentile_ms(step.latency, at)) for at in (50, 99, 99.9))}
+    assert numbers <= set(text.split()) and "safetensors" in text
+
+
+@pytest.mark.parametrize(("num_failed", "is_said"), [(0, False), (1, False), (100, True)])
+def test_percentiles_that_failures_spoil_are_said_to_be_so_in_red(num_failed: int, is_said: bool) -> None:
+    results = make_results(rates=(400,), num_failed=num_failed)
+    text = shown(results, 400, force_terminal=True, color_system="standard")
+    line = next((line for line in text.splitlines() if "requests failed," in line), "")
+    assert bool(line) == is_said and (not is_said or line.startswith("\x1b[1;31m"))
+
+
+def test_what_failures_said_first_is_shown() -> None:
+    assert "429 overloaded: no more than that" in shown(make_results(num_failed=5)).replace("\n", " ")
