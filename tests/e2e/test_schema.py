@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
@@ -13,6 +15,14 @@ from schemathesis.checks import not_a_server_error
 from tests.support.server import RunningServer
 
 POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten(client: httpx.Client) -> Iterator[None]:
+    """The server serves other tests as well: they find no layers that were put here."""
+    yield
+    for layer in client.get("/v1/layers").json()["layers"]:
+        assert client.delete(f"/v1/layers/{layer['name']}").status_code == 204
 
 
 @pytest.mark.parametrize(
