@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.load.arrivals import ClosedLoop, OpenLoop
+from service.load.digits import is_carried
 from service.load.results import Ceiling, Checked, Distribution, Moment, StepResult
 from service.load.worker import ANSWERED, BEHIND, TOO_MANY, Part, Sample, Step
 
@@ -233,7 +234,9 @@ def _late(
     """Why the figures are not the service's alone."""
     is_open = isinstance(loop, OpenLoop)
     shares = LATE_SHARES if is_open else STOOD_STILL_SHARES
-    told = {at: (_told(lateness, at), _told(latency, at)) for at in shares} if latency.count else {}
+    # A percentile that no answer lies beyond is the largest by another name, and is shown nowhere.
+    carried = [at for at in shares if latency.count and (at == "max" or is_carried(latency.count, float(at)))]
+    told = {at: (_told(lateness, at), _told(latency, at)) for at in carried}
     spoiled = [at for at, (late, of) in told.items() if late > max(LATE_MS, shares[at] * of)]
     if spoiled:
         names = ", ".join(at if at == "max" else f"p{at}" for at in spoiled)

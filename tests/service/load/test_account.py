@@ -129,14 +129,20 @@ def test_a_client_that_sends_late_beside_the_latency_is_told_of(late_s: float, i
 
 @pytest.mark.parametrize(
     ("every", "late_s", "spoiled"),
-    [(50, 0.05, "p99, p99.9, max"), (8, 0.02, "p90, p99, p99.9"), (399, 0.05, "p99.9, max")],
+    [(50, 0.05, "p99, p99.9, max"), (8, 0.02, "p90, p99, p99.9"), (999, 0.05, "p99.9, max")],
 )
 def test_late_sends_are_told_of_at_each_percentile_that_they_spoil(every: int, late_s: float, spoiled: str) -> None:
     requests = [
-        (at / 100, at / 100 + (late_s if at % every == 0 else 0), at / 100 + 0.06, "") for at in range(200, 600)
+        (at / 1000, at / 1000 + (late_s if at % every == 0 else 0), at / 1000 + 0.06, "") for at in range(2000, 6000)
     ]
     result = account(part(*requests)).result(ceiling=None, checked=None)
     assert result is not None and result.late[0].endswith(f"which spoils {spoiled}")
+
+
+def test_one_late_send_of_few_spoils_no_percentile_that_is_shown() -> None:
+    requests = [(at / 100, at / 100 + (0.02 if at == 300 else 0), at / 100 + 0.06, "") for at in range(200, 600)]
+    result = account(part(*requests)).result(ceiling=None, checked=None)
+    assert result is not None and not result.late
 
 
 @pytest.mark.parametrize(("longest_s", "stood_still"), [(0.002, False), (0.3, True)])
