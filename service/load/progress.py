@@ -39,6 +39,9 @@ class ShownProgress:
         if self._live is not None:
             self._live.update(Text(what))
 
+    def warn(self, what: str) -> None:
+        self._console.print(Text(what, "bold red"), soft_wrap=True)
+
     def begin(self, name: str, seconds: float) -> None:
         self._name, self._seconds = name, seconds
         self.glance(None)

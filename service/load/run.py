@@ -71,6 +71,8 @@ class Progress(Protocol):
         """What goes on between steps."""
         ...
 
+    def warn(self, what: str) -> None: ...
+
     def begin(self, name: str, seconds: float) -> None: ...
 
     def glance(self, glance: Glance) -> None: ...
@@ -212,7 +214,7 @@ class _Test:
             self._collect(account)
         except LostWorker:
             self._cut(account)
-            self._progress.say("a client process ended by itself; what it printed says why")
+            self._progress.warn("a client process ended by itself; what it printed says why")
         return account
 
     def _collect(self, account: Account) -> None:

@@ -254,7 +254,7 @@ class Sending:
                 self._part.ticks.append(time.monotonic() - due)
 
     def part(self) -> Part:
-        part, self._part = self._part, Part(kinds=list(self._kinds))
+        part, self._part = self._part, Part()
         part.kinds = list(self._kinds)
         part.in_flight = len(self._in_flight)
         return part

@@ -38,10 +38,14 @@ class Heard:
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.warnings: list[str] = []
         self.ends: list[StepResult | Ceiling | None] = []
 
     def say(self, what: str) -> None:
         assert what
+
+    def warn(self, what: str) -> None:
+        self.warnings.append(what)
 
     def begin(self, name: str, seconds: float) -> None:
         self.names.append(name)
@@ -240,7 +244,7 @@ def test_a_client_process_that_dies_leaves_what_was_measured(
     heard = Ending(kill)
     results = run(server.url, heard, loops=(loop, CLOSED), duration_s=60, warm_up_s=0.0)
     assert results.was_cut and len(results.steps) == 1 and results.steps[0].answered > 0
-    assert not multiprocessing.active_children()
+    assert heard.warnings and not multiprocessing.active_children()
 
 
 def test_a_signal_to_the_whole_group_ends_it_in_order(server: RunningServer, tmp_path: Path) -> None:
