@@ -21,7 +21,7 @@ class ShownProgress:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._live = Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._name, self._seconds = "", 0.0
 
     def __enter__(self) -> Self:
@@ -37,7 +37,7 @@ class ShownProgress:
 
     def say(self, what: str) -> None:
         if self._live is not None:
-            self._live.update(Text(what))
+            self._live.update(Text(what), refresh=True)
 
     def warn(self, what: str) -> None:
         self._console.print(Text(what, "bold red"), soft_wrap=True)
@@ -52,7 +52,7 @@ class ShownProgress:
             head = Table.grid(padding=(0, 2))
             bar = ProgressBar(total=self._seconds, completed=min(at_s, self._seconds), width=24)
             head.add_row(Text(self._name, "bold"), bar, Text(f"{at_s:.0f} of {self._seconds:.0f} s"))
-            self._live.update(Group(head, Text("" if glance is None else said(glance))))
+            self._live.update(Group(head, Text("" if glance is None else said(glance))), refresh=True)
 
     def end(self, result: StepResult | Ceiling | None) -> None:
         line = Text(f"{self._name}: {ended(result)}")
