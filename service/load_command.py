@@ -100,6 +100,8 @@ def plan_of(
         raise CommandError(f"--arrivals: {' or '.join(ARRIVALS)}, not {arrivals}")
     if dtype not in DTYPES:
         raise CommandError(f"--dtype: one of {', '.join(DTYPES)}, not {dtype}")
+    # null is as good as leaving an option out.
+    options = {name: value for name, value in options.items() if value is not None}
     if "dtype" in options:
         raise CommandError("--option dtype: say --dtype, which holds in every form")
     loops: list[OpenLoop | ClosedLoop] = [

@@ -117,11 +117,12 @@ class _Expected:
         tensors["query"] = query[:, :, self._rows]
         allowed = _allowed(options, self._rows, seq_len_q, seq_len_kv)
         self._exact = _formula(tensors, allowed, options)
+        self._sizes = _sizes(tensors, self._exact, options, is_wide=dtype in ("float32", "float64"))
         self._allowed = self._allowances(tensors, allowed, options)
         if "top_weights" in self._asked:
             width = min((options.get("select") or {}).get("top_k", 0), seq_len_kv)
             self._exact["top_weights"] = self._exact["weights"].topk(width).values
-            self._allowed["top_weights"] = self._allowed["weights"]
+            self._allowed["top_weights"], self._sizes["top_weights"] = self._allowed["weights"], self._sizes["weights"]
         has_select = bool({"heads", "rows"} & set(options.get("select") or ()))
         known = {"context", "logsumexp"} if has_select else {*self._exact, "top_keys"}
         if num_rows < seq_len_q:
@@ -141,7 +142,8 @@ class _Expected:
             plain = _formula({key: tensor.to(narrow) for key, tensor in tensors.items()}, allowed, options)
             factor = 2.0 if dtype != "float64" else 4.0 * unit / torch.finfo(narrow).eps
             fewest = FEWEST_UNITS if dtype in ("float32", "float64") else 1
-            found[name] = max(factor * _error(plain[name].double(), exact, name), fewest * unit)
+            error = _error(plain[name].double(), exact, self._sizes[name])
+            found[name] = max(factor * error, fewest * unit)
         return found
 
     def held_against(self, outputs: Arrays) -> tuple[list[str], list[tuple[str, float, float]]]:
@@ -178,10 +180,10 @@ class _Expected:
             weights = self._exact["weights"]
             is_key = (keys >= 0) & (keys < weights.shape[-1])
             named = torch.where(is_key, weights.gather(-1, keys.clamp(0, weights.shape[-1] - 1)), 0.0)
-            return _error(named, exact, name), allowed
+            return _error(named, exact, self._sizes["weights"]), allowed
         # float64 holds every number of every dtype, and bfloat16 is none of torch's numpy.
         given = torch.from_numpy(array.astype(np.float64))
-        return _error(given if name == "weight_totals" else given[:, :, self._rows], exact, name), allowed
+        return _error(given if name == "weight_totals" else given[:, :, self._rows], exact, self._sizes[name]), allowed
 
 
 def _formula(tensors: Mapping[str, Tensor], allowed: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -226,21 +228,47 @@ def _allowed(options: Mapping[str, Any], rows: Tensor, seq_len_q: int, seq_len_k
     return allowed
 
 
-def _error(found: Tensor, exact: Tensor, name: str) -> float:
-    """The largest distance over the largest number of the row; of one number a row, over that or 1. Equal infinities
-    and NaN agree, others are infinitely far."""
+def _sizes(
+    tensors: Mapping[str, Tensor], exact: Mapping[str, Tensor], options: Mapping[str, Any], *, is_wide: bool
+) -> dict[str, Tensor]:
+    """Over what an error counts: the largest sum of absolute products in the row that it came of.
+
+    Terms that cancel leave their roundings behind, and what errs in a logit errs as much in a weight, times its size.
+    ``is_wide``: the logits are no better than the results; of half types they are, and rounding is all.
+    """
+    group_size = tensors["query"].shape[1] // tensors["key"].shape[1]
+    key, value = (tensors[name].abs().repeat_interleave(group_size, dim=1) for name in ("key", "value"))
+    scores = (tensors["query"].abs() @ key.transpose(-1, -2)).amax(dim=-1, keepdim=True)
+    logits = scores * abs(options.get("scale", tensors["query"].shape[-1] ** -0.5))
+    spread = logits.clamp(min=1.0)
+    carried = spread if is_wide else torch.ones_like(spread)
+    context = (exact["weights"] @ value).amax(dim=-1, keepdim=True)
+    return {
+        "scores": scores,
+        "logits": spread,
+        "weights": exact["weights"].amax(dim=-1, keepdim=True) * carried,
+        "context": context * carried,
+        "logsumexp": torch.maximum(spread.squeeze(-1), _finite(exact["logsumexp"]).abs()),
+        "entropy": spread.squeeze(-1) * exact["entropy"].clamp(min=1.0),
+        "weight_totals": spread.amax(dim=2) * exact["weight_totals"].clamp(min=1.0),
+    }
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    return torch.where(tensor.isfinite(), tensor, 0.0)
+
+
+def _error(found: Tensor, exact: Tensor, size: Tensor) -> float:
+    """The largest distance over its size. Equal infinities and NaN agree, others are infinitely far."""
     if found.shape != exact.shape:
-        return float("inf")
+        return math.inf
     is_finite = exact.isfinite()
     agrees = (found == exact) | (found.isnan() & exact.isnan())
     if not bool((is_finite | agrees).all()) or not bool(found[is_finite].isfinite().all()):
-        return float("inf")
+        return math.inf
     distance = torch.where(is_finite, (found - exact).abs(), 0.0)
-    size = torch.where(is_finite, exact.abs(), 0.0)
-    if name in ("logsumexp", "entropy", "weight_totals"):
-        return float((distance / size.clamp(min=1.0)).max())
-    largest = size.amax(dim=-1, keepdim=True)
-    return float((distance / torch.where(largest == 0, 1.0, largest)).max())
+    size = torch.where((size > 0) & size.isfinite(), size, 1.0)
+    return float((distance / size).amax()) if distance.numel() else 0.0
 
 
 def _equal(one: NDArray[Any], other: NDArray[Any] | None) -> bool:

@@ -193,15 +193,21 @@ class _Test:
             if result is not None:
                 yield result
 
-    def _checks(self, accounts: Sequence[Account]) -> Sequence[Checked | None]:
+    def _checks(self, accounts: Sequence[Account]) -> list[Checked | None]:
+        """None for each step whose answers were not checked. Whoever interrupts it keeps what was measured."""
+        checks: list[Checked | None] = [None] * len(accounts)
         if not self._plan.num_checked:
-            return [None] * len(accounts)
+            return checks
         # Only now: torch takes seconds to import, and no client process needs it.
         from service.load.checks import Checker
 
         checker = Checker(self._problems, self._plan.options, self._plan.dtype)
-        # What ended the load was not meant for the checks; who wants these to end as well says so once more.
-        return [checker.check(account.step.form, account.samples) for account in accounts]
+        # What has ended the load already was not meant for the checks.
+        is_over = (lambda: False) if self.was_cut else self._is_over
+        with suppress(KeyboardInterrupt):
+            for place, account in enumerate(accounts):
+                checks[place] = checker.check(account.step.form, account.samples, is_over=is_over)
+        return checks
 
     def _run(self, name: str, form: str, loop: OpenLoop | ClosedLoop, **times: Any) -> Account:
         step = Step(form=form, loop=loop, begin=time.monotonic() + _HEAD_START_S, **times)
@@ -212,7 +218,7 @@ class _Test:
             for worker in self._workers:
                 worker.send(step)
             self._collect(account)
-        except LostWorker:
+        except (LostWorker, BrokenPipeError):
             self._cut(account)
             self._progress.warn("a client process ended by itself; what it printed says why")
         return account

@@ -10,6 +10,7 @@ import asyncio
 import errno
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -74,7 +75,7 @@ class HttpSender:
         tls = target.credentials.tls()
         # Made once: to read the authorities of a machine takes longer than most requests.
         self._tls = tls if isinstance(tls, ssl.SSLContext) else httpx.create_ssl_context()
-        self._all: list[httpx.AsyncHTTPTransport] = []
+        self._all: set[httpx.AsyncHTTPTransport] = set()
         self._free: list[httpx.AsyncHTTPTransport] = []
         address = urlsplit(target.url)
         self._headers = {"host": address.netloc} | _HEADERS | target.credentials.headers()
@@ -86,21 +87,28 @@ class HttpSender:
         transport = self._free.pop() if self._free else self._connection()
         try:
             async with asyncio.timeout(self._target.timeout_s):
-                return await self._exchange(transport, payload)
+                outcome = await self._exchange(transport, payload)
         except TimeoutError:
-            return Outcome(NO_ANSWER)
+            outcome = Outcome(NO_ANSWER)
         except httpx.RequestError as error:
-            return Outcome(_broken(error), detail=str(error))
-        finally:
+            outcome = Outcome(_broken(error), detail=str(error))
+        else:
             self._free.append(transport)
+            return outcome
+        # Whatever state its connection is in by now, nobody will meet it again.
+        self._all.discard(transport)
+        with suppress(httpx.RequestError, RuntimeError):
+            await transport.aclose()
+        return outcome
 
     async def close(self) -> None:
         for transport in self._all:
             await transport.aclose()
 
     def _connection(self) -> httpx.AsyncHTTPTransport:
-        self._all.append(httpx.AsyncHTTPTransport(verify=self._tls, limits=_ONE_CONNECTION))
-        return self._all[-1]
+        transport = httpx.AsyncHTTPTransport(verify=self._tls, limits=_ONE_CONNECTION)
+        self._all.add(transport)
+        return transport
 
     async def _exchange(self, transport: httpx.AsyncHTTPTransport, payload: Payload) -> Outcome:
         url = self._urls.get(payload.path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random as chance
 import resource
 import select
@@ -26,6 +27,7 @@ from service.load.payloads import Payload
 from service.load.sending import Outcome, Sender, Target, make_sender
 
 TOO_MANY, BEHIND = "not sent: too many under way", "not sent: the client was behind"
+ENDED = "no answer yet when it was ended"
 GRACE_S = 1.0
 """So long behind the end of a step a client still sends what it should have sent before."""
 STOP, READY = "stop", "ready"
@@ -313,12 +315,19 @@ class Sending:
         sent_s = time.monotonic() - begin
         try:
             outcome = await self._sender.send(payload)
+        except asyncio.CancelledError:
+            self._add_after(planned_s, sent_s, payload, Outcome(ENDED))
+            raise
         except Exception as error:
             # Nothing that was sent is lost without a word, whatever an HTTP library makes of an answer.
             outcome = Outcome(f"the client's own {type(error).__name__}", detail=str(error))
-        done_s = time.monotonic() - begin
-        self._add(sent_s if planned_s is None else planned_s, sent_s, done_s, payload, outcome)
+        self._add_after(planned_s, sent_s, payload, outcome)
         return not outcome.error
+
+    def _add_after(self, planned_s: float | None, sent_s: float, payload: Payload, outcome: Outcome) -> None:
+        """What became of a send, at this very moment."""
+        done_s = time.monotonic() - self._step.begin
+        self._add(sent_s if planned_s is None else planned_s, sent_s, done_s, payload, outcome)
 
     def _next_payload(self) -> Payload:
         return self._random.choices(self._payloads, cum_weights=self._shares)[0]
@@ -336,7 +345,8 @@ class Sending:
             part.details.setdefault(kind, outcome.detail)
         elif self._step.measured_from_s <= planned_s < self._step.end_s:
             for name, duration_ms in outcome.stages.items():
-                part.stages.setdefault(name, array("d")).append(duration_ms)
+                if math.isfinite(duration_ms):
+                    part.stages.setdefault(name, array("d")).append(duration_ms)
             self._sample(payload, outcome)
 
     def _sample(self, payload: Payload, outcome: Outcome) -> None:

@@ -26,7 +26,7 @@ from service.load.arrivals import ClosedLoop, OpenLoop
 from service.load.problems import read_shape
 from service.load.results import Ceiling, Results, StepResult, read_results
 from service.load.run import LoadPlan, run_load
-from service.load.worker import BEHIND, TOO_MANY
+from service.load.worker import BEHIND, ENDED, TOO_MANY
 from tests.support.server import RunningServer, server_environment
 
 SMALL = (read_shape("1,2,16,8@3"), read_shape("1,4/2,5-40,16"))
@@ -232,6 +232,30 @@ def test_what_was_measured_before_an_end_is_kept(server: RunningServer) -> None:
     assert results.steps[0].checked is not None and results.steps[0].checked.is_right
 
 
+def test_requests_that_had_no_answer_when_it_was_ended_are_failures(stub: str) -> None:
+    class Hung(Heard):
+        is_hung = False
+
+        def glance(self, glance: Glance) -> None:
+            self.is_hung = self.is_hung or glance.in_flight > 3
+
+    Stub.script = ["good"] * 20 + ["hanging"] * 1000
+    heard = Hung()
+    plan = LoadPlan(
+        url=stub,
+        forms=("safetensors",),
+        shapes=(read_shape("1,1,2,2"),),
+        loops=(OPEN,),
+        duration_s=60,
+        warm_up_s=0,
+        ceiling_s=0,
+        num_checked=0,
+    )
+    (step,) = run_load(plan, heard, is_over=lambda: heard.is_hung).steps
+    assert step.errors.keys() == {ENDED} and step.failed > 3
+    assert step.planned == step.answered + step.failed
+
+
 @pytest.mark.parametrize("loop", [OPEN, CLOSED], ids=["open", "closed"])
 def test_a_client_process_that_dies_leaves_what_was_measured(
     server: RunningServer, loop: OpenLoop | ClosedLoop
@@ -305,6 +329,11 @@ def test_a_client_recovers_from_a_stall_that_left_hundreds_of_requests_open(stub
     (step,) = results.steps
     assert step.answered == step.planned == 450 and not step.errors
     assert step.timeline[-2].p50_ms is not None and step.timeline[-2].p50_ms < step.latency.p99_ms
+
+
+def test_an_option_that_is_null_is_as_good_as_left_out(server: RunningServer) -> None:
+    result = command("--url", server.url, *QUICK, "-o", "scale=null", "-o", "window=null")
+    assert result.exit_code == 0, result.output
 
 
 def test_what_the_service_refuses_is_told_in_its_words_before_any_load(server: RunningServer) -> None:
@@ -386,9 +415,11 @@ class Stub(BaseHTTPRequestHandler):
             case "html":
                 self.give(200, "text/html", b"<html>")
             case "timing":
-                self.give(200, TENSORS, self.answer, ("server-timing", "queue;dur=1.5, compute;dur=abc, parse"))
-            case "silent":
-                threading.Event().wait(0.3)
+                self.give(
+                    200, TENSORS, self.answer, ("server-timing", "queue;dur=1.5, compute;dur=abc, read;dur=nan, parse")
+                )
+            case "silent" | "hanging":
+                threading.Event().wait(0.3 if does == "silent" else 1.5)
                 self.close_connection = True
 
     def give(self, status: int, media_type: str, content: bytes, *headers: tuple[str, str]) -> None:

@@ -98,6 +98,18 @@ def test_right_answers_pass(shape: str, options: dict[str, Any], dtype: str) -> 
     assert 0 <= found.error <= found.allowed
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [("1,1,40,1/1", {"causal": "lower_right"}), ("1,2,3/200,64", {"scale": 0.0}), ("1,1,1/1,1", {})],
+)
+def test_terms_that_cancel_raise_no_false_alarm(shape: str, options: dict[str, Any], dtype: str) -> None:
+    for seed in range(100, 108):
+        (asked,) = draw_problems([read_shape(shape)], dtype=dtype, seed=seed)
+        found = checker(asked, options, dtype).check("base64", [Sample(0, content(answers(asked, options)))])
+        assert found.wrong == (), seed
+
+
 TOP: dict[str, Any] = {"select": {"top_k": 3}}
 ALL = (*OUTPUTS, "weight_totals", "top_weights")
 
