@@ -137,7 +137,7 @@ def call(
             method, f"{url.rstrip('/')}{path}", content=content, headers=headers, verify=tls, timeout=None
         )
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise AskError(f"no answer from {url}: {error}") from None
+        raise AskError(f"no answer from {url}: {error}{_advice(url, error)}") from None
     if not answer.is_success:
         if answer.headers.get("content-type") == PROBLEM:
             raise Refused(answer.json())
@@ -145,6 +145,14 @@ def call(
     if answer.content and answer.headers.get("content-type") != accept:
         raise AskError(f"{url} answered {answer.headers.get('content-type')}; is attn there?")
     return answer
+
+
+def _advice(url: str, error: Exception) -> str:
+    if isinstance(error, httpx.ConnectError) and url.startswith("http:"):
+        return "; `attn serve` starts a service, --url says where one is"
+    if isinstance(error, httpx.RemoteProtocolError) and url.startswith("http:"):
+        return "; where TLS is spoken the address begins with https://"
+    return ""
 
 
 def show(tensors: dict[str, Tensor], info: dict[str, Any], console: Console) -> None:

@@ -113,8 +113,11 @@ def plan_of(
         from service.load.checks import check_options
 
         check_options(options)
+    where = _checked_url(url or (GRPC_URL if over_grpc else HTTP_URL))
+    if where.startswith("http:") and (credentials.ca or credentials.certificate):
+        raise CommandError(f"--ca and --cert are for TLS: --url https://{urlsplit(where).netloc}, or leave them out")
     return LoadPlan(
-        url=_checked_url(url or (GRPC_URL if over_grpc else HTTP_URL)),
+        url=where,
         forms=_forms(forms, over_grpc),
         shapes=tuple(read_shape(shape) for shape in shapes or [DEFAULT_SHAPE]),
         loops=tuple(loops),

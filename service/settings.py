@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -186,7 +187,9 @@ def read_settings(environment: Mapping[str, str] | None = None, **overrides: Any
             values[field] = text
         elif name not in CLIENT_VARIABLES:
             is_link = _KUBERNETES.fullmatch(name) or text.startswith(_LINK)
-            advice = _LINKS_ADVICE if is_link else "`attn serve --help` lists the settings"
+            close = difflib.get_close_matches(field, Settings.model_fields, n=1)
+            hint = f"did you mean {PREFIX}{close[0].upper()}? " if close else ""
+            advice = _LINKS_ADVICE if is_link else f"{hint}`attn serve --help` lists the settings"
             reasons.append(f"{name} is not a setting; {advice}")
     settings: Settings | None = None
     try:

@@ -16,9 +16,9 @@ from service.load.worker import ANSWERED, BEHIND, TOO_MANY, Part, Sample, Step
 
 MAX_BINS = 60
 LATE_MS = 1.0
-LATE_SHARES = {"50": 0.1, "90": 0.1, "99": 0.1, "99.9": 0.1, "max": 0.5}
+LATE_SHARES = {"50": 0.1, "90": 0.1, "95": 0.1, "99": 0.1, "99.9": 0.1, "max": 0.5}
 """Sends are late where one of these is beyond a millisecond and such a share of the same of the latencies."""
-STOOD_STILL_SHARES = {"99.9": 0.5, "max": 0.5}
+STOOD_STILL_SHARES = {"90": 0.5, "95": 0.5, "99": 0.5, "99.9": 0.5, "max": 0.5}
 """The same of a clock of the client in a closed loop, where a busy client is always somewhat late."""
 CEILING_SHARE = 0.8
 """Above so much of what it can do at all, a client's own waiting is no longer small beside the service's."""
@@ -235,7 +235,8 @@ def _late(
     is_open = isinstance(loop, OpenLoop)
     shares = LATE_SHARES if is_open else STOOD_STILL_SHARES
     # A percentile that no answer lies beyond is the largest by another name, and is shown nowhere.
-    carried = [at for at in shares if latency.count and (at == "max" or is_carried(latency.count, float(at)))]
+    fewest = min(latency.count, lateness.count)
+    carried = [at for at in shares if fewest and (at == "max" or is_carried(fewest, float(at)))]
     told = {at: (_told(lateness, at), _told(latency, at)) for at in carried}
     spoiled = [at for at, (late, of) in told.items() if late > max(LATE_MS, shares[at] * of)]
     if spoiled:

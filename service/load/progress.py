@@ -57,7 +57,8 @@ class ShownProgress:
     def end(self, result: StepResult | Ceiling | None) -> None:
         line = Text(f"{self._name}: {ended(result)}")
         if isinstance(result, StepResult) and result.late:
-            line.append(f"\n  {'; '.join(result.late)}", "bold red")
+            # Why is said at the end, beside the figures.
+            line.append(" (not the service's alone)", "bold red")
         self._console.print(line, soft_wrap=True)
 
 

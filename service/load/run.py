@@ -340,8 +340,7 @@ async def _ask_each(target: Target, form: str, bodies: Sequence[Payload], is_ove
                     raise CommandError("ended before any load: the service had not answered each request once")
             outcome = asking.result()
             if outcome.error:
-                said = f": {outcome.detail}" if outcome.detail else ""
-                raise CommandError(f"{target.url} does not answer this in {form}: {outcome.error}{said}")
+                raise CommandError(f"{target.url} does not answer this in {form}: {outcome.detail or outcome.error}")
             outcomes.append(outcome)
         return outcomes
     finally:

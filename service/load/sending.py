@@ -91,7 +91,8 @@ class HttpSender:
         except TimeoutError:
             outcome = Outcome(NO_ANSWER)
         except httpx.RequestError as error:
-            outcome = Outcome(_broken(error), detail=str(error))
+            kind = _broken(error)
+            outcome = Outcome(kind, detail=f"{kind}: {error}")
         else:
             self._free.append(transport)
             return outcome
@@ -146,6 +147,9 @@ class GrpcSender:
             ("grpc.max_receive_message_length", -1),
             ("grpc.max_send_message_length", -1),
             ("grpc.enable_http_proxy", 0),
+            # A service that is back is found soon: how long a client waits before it looks again is not its time.
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 500),
         ]
         if address.scheme == "https":
             channel = grpc.aio.secure_channel(address.netloc, _grpc_credentials(target.credentials), options)
@@ -165,7 +169,7 @@ class GrpcSender:
         except grpc.aio.AioRpcError as error:
             code = error.code()
             late = code is grpc.StatusCode.DEADLINE_EXCEEDED
-            return Outcome(NO_ANSWER if late else code.name, detail=error.details() or "")
+            return Outcome(NO_ANSWER if late else code.name, detail=f"{code.name}: {error.details()}")
         try:
             return Outcome(content=content, stages=server_times(content))
         except ValueError as error:

@@ -17,7 +17,7 @@ from service.load.comparison import RULE, Change, Comparison, Pair
 from service.load.digits import max_ms, milliseconds, percentile_ms
 from service.load.results import Results, StepResult
 
-_WIDE = 110
+_WIDE = 120
 """Columns of a terminal that takes every column of the steps."""
 _LEAST_WIDTH, _WIDEST = 80, 1000
 _LOOKS = {"better": "green", "worse": "bold red", "same": "", "too few": "dim"}
@@ -36,6 +36,7 @@ def show(results: Results, console: Console) -> None:
     _show_stages(results.steps, console)
     _show_errors(results.steps, console)
     _show_ceilings(results, console)
+    _show_checks(results.steps, console)
     for caveat in caveats(results):
         _show_caveat(caveat, console)
 
@@ -151,6 +152,19 @@ def _show_ceilings(results: Results, console: Console) -> None:
     if rows:
         _print(console, "The client's ceiling", ("form", "load", "req/s", "p50 ms"), rows, texts=2)
         console.print(Text(ceilings_said(results), "dim"))
+
+
+def _show_checks(steps: Sequence[StepResult], console: Console) -> None:
+    checked = [step.checked for step in steps if step.checked is not None]
+    if not checked:
+        return
+    number, wrong = sum(one.answers for one in checked), sum(len(one.wrong) for one in checked)
+    answered = sum(step.answered for step in steps)
+    only = sorted({name for one in checked for name in one.only_compared})
+    is_right = all(one.is_right for one in checked)
+    verdict = "all right, and equal bit for bit where they answer one request" if is_right else f"{wrong:,} wrong"
+    beside = f"; of {', '.join(only)} nothing but that they are equal was looked at" if only else ""
+    console.print(Text(f"Answers checked against torch in float64: {number:,} of {answered:,}, {verdict}{beside}"))
 
 
 def _show_caveat(caveat: Caveat, console: Console) -> None:

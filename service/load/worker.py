@@ -38,6 +38,7 @@ _MAX_SAMPLED_BYTES = 2**25
 _MAX_KINDS = 20
 OTHERS = "others"
 _TICK_S = 0.01
+_REHEARSAL_S = 5.0
 _AFTER_FAILURE_S = 0.05
 """A caller of a closed loop that was refused waits so long: to ask again at once would be no load but a flood."""
 
@@ -154,6 +155,7 @@ class Worker:
 
     async def run(self) -> None:
         asyncio.get_running_loop().add_reader(self._connection.fileno(), self._read)
+        await self._rehearse()
         self._connection.send(READY)
         while isinstance(step := await self._messages.get(), Step | str):
             if isinstance(step, Step):
@@ -166,6 +168,21 @@ class Worker:
             message = None
             asyncio.get_running_loop().remove_reader(self._connection.fileno())
         self._messages.put_nowait(message)
+
+    async def _rehearse(self) -> None:
+        """One request to this process itself: what an HTTP library loads at its first is loaded by then."""
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(1)
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            target = replace(self._job.target, url=f"http://127.0.0.1:{port}", timeout_s=_REHEARSAL_S)
+            sender = make_sender(target, grpc=False)
+            await sender.send(Payload(0, "/", "", b""))
+            await sender.close()
 
     async def _run_step(self, step: Step) -> None:
         job = self._job

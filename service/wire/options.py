@@ -310,9 +310,36 @@ def _list_faults(name: str, value: Any, names: tuple[str, ...]) -> list[Fault]:
     ]
 
 
+_MASKS = ("allow_mask", "allow_mask (true = may attend) or block_mask (true = must not)")
+_PADDING = ("block_mask", "key_lengths, or block_mask of shape [B,1,1,S] (true = padding)")
+_WEIGHTS = ("outputs", 'outputs with "weights" in it')
+FOREIGN_NAMES = {
+    "mask": _MASKS,
+    "attn_mask": _MASKS,
+    "attention_mask": _MASKS,
+    "padding_mask": _PADDING,
+    "key_padding_mask": _PADDING,
+    "need_weights": _WEIGHTS,
+    "return_weights": _WEIGHTS,
+    "output_attentions": _WEIGHTS,
+    "is_causal": ("causal", "causal"),
+    "enable_gqa": ("key", "nothing, since key and value may have fewer heads"),
+    "softmax_scale": ("scale", "scale"),
+    "scaling": ("scale", "scale"),
+    "window_size": ("window", 'window, {"left": n, "right": n}'),
+    "sliding_window": ("window", 'window, {"left": n, "right": n}'),
+    "position_bias": ("bias", "bias"),
+    "s_aux": ("sinks", "sinks"),
+}
+"""What other libraries call it: the field that must be among the known ones, and what is said. Nothing is guessed: a
+name that two of them read in two ways is told both."""
+
+
 def unknown_fault(name: str, value: Any, known: Iterable[str]) -> Fault:
     """The fault of a field that no call has, with the one that may have been meant."""
-    close = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.63)
+    known = frozenset(known)
+    meant, others = FOREIGN_NAMES.get(name, ("", ""))
+    close = [others] if meant in known else difflib.get_close_matches(name[:100], known, n=1, cutoff=0.63)
     expected = "a known field" + (f"; did you mean {close[0]}?" if close else "")
     return Fault(short_name(name), expected, short(value))
 

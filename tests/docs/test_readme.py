@@ -65,7 +65,7 @@ def run_example(example: str, server: RunningServer, folder: Path | None = None)
 
 
 def test_the_python_examples_run(server: RunningServer, tmp_path: Path) -> None:
-    client, awaited, refused, picture, native, capture, hugging_face, inference = blocks("python")
+    client, awaited, refused, picture, native, capture, hugging_face, _, inference = blocks("python")
     assert run_example(client, server) == "(1, 8, 128, 64) manual"
     assert run_example(awaited, server) == "(2, 16, 32) True"
     assert run_example(refused, server) in README
@@ -83,6 +83,20 @@ def test_the_table_of_settings_is_the_settings() -> None:
     rows = [f"| `{name}` | `{default}` | {meaning} |" for name, default, meaning in describe_settings()]
     table = README.split("<!-- settings -->\n")[1].split("<!-- /settings -->")[0].splitlines()
     assert table[2:] == rows
+
+
+def test_the_files_are_made_and_every_command_answers_them(
+    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (files,) = (block for block in blocks("python") if "np.savez" in block)
+    run_example(files, server, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ATTN_URL", server.url)
+    (commands,) = (block for block in blocks("sh") if "attn ask --plan" in block)
+    for command in commands.replace(ADDRESS, server.url).splitlines():
+        ran = CliRunner().invoke(app, shlex.split(command)[1:])
+        assert ran.exit_code == 0, ran.output
+    assert all((tmp_path / name).stat().st_size for name in ("answer.npz", "answer.safetensors", "weights.png"))
 
 
 def test_the_load_tests_run(server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

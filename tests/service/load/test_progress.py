@@ -41,9 +41,9 @@ def test_a_terminal_sees_what_goes_on_and_a_file_only_what_came_of_it() -> None:
     drawn, written = shown(is_terminal=True), shown(is_terminal=False)
     for ongoing in ("asking each request once", "100 answered, 40/s, 3 under way", "2 of 10 s"):
         assert ongoing in drawn and ongoing not in written
-    for outcome in ("json, open: ", "too late", "a process is gone"):
+    for outcome in ("json, open: ", "(not the service's alone)", "a process is gone"):
         assert outcome in drawn and outcome in written
-    assert "\x1b" not in written and len(written.splitlines()) == 3
+    assert "\x1b" not in written and len(written.splitlines()) == 2
 
 
 @pytest.mark.parametrize(

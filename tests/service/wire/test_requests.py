@@ -28,6 +28,7 @@ from service.wire.options import (
     GradientsCallOptions,
     LayerCallOptions,
     LayerGradientsCallOptions,
+    unknown_fault,
 )
 from service.wire.requests import (
     ATTENTION,
@@ -290,3 +291,22 @@ def test_any_json_is_answered_or_refused_with_faults(members: dict[str, Any], wi
     except (InvalidProblem, Malformed) as error:
         assert error.faults
         assert all(isinstance(fault.expected, str) and isinstance(fault.received, str) for fault in error.faults)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mask", "allow_mask (true = may attend) or block_mask (true = must not)"),
+        ("attn_mask", "allow_mask (true = may attend) or block_mask (true = must not)"),
+        ("key_padding_mask", "key_lengths, or block_mask of shape [B,1,1,S]"),
+        ("need_weights", 'outputs with "weights" in it'),
+        ("is_causal", "causal?"),
+        ("enable_gqa", "nothing, since key and value may have fewer heads"),
+        ("sliding_window", 'window, {"left": n, "right": n}'),
+    ],
+)
+def test_what_other_libraries_call_it_is_told_in_our_words_and_never_guessed(name: str, said: str) -> None:
+    known = ("query", "key", "value", "allow_mask", "block_mask", "key_lengths", "outputs", "causal", "window")
+    assert said in unknown_fault(name, True, known).expected
+    # Where a call has no such field, it is not offered.
+    assert "did you mean" not in unknown_fault(name, True, ("weights_of_nothing",)).expected
