@@ -26,7 +26,8 @@ from service.telemetry import OTHER_ROUTE, STAGES, Metrics
 log = logging.getLogger("attn.request")
 
 GOOD_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/v2/health/live", "/v2/health/ready", *PLAYGROUND_PATHS})
+PROBES = frozenset({"/livez", "/readyz", "/v2/health/live", "/v2/health/ready"})
+OPEN_PATHS = PROBES | PLAYGROUND_PATHS
 """What anyone may ask, with or without a key: exactly these, as the router sees them."""
 ABORT_EXTENSION = "attn.abort"
 """The ASGI extension that ends a connection at once, whatever is still to be sent."""
@@ -215,7 +216,9 @@ def record(metrics: Metrics, method: str, route: str, exchange: Exchange) -> Non
         # A line for each that is refused would be a load of its own, just when there is too much of it.
         level = logging.DEBUG
     else:
-        level = logging.INFO if exchange.status < 500 else logging.WARNING
+        # A probe that hears that the service is not ready has done what it is for.
+        is_fault = exchange.status >= 500 and not (exchange.status == 503 and route in PROBES)
+        level = logging.WARNING if is_fault else logging.INFO
     if log.isEnabledFor(level):
         fields = {
             "request_id": exchange.request_id,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from service.authentication import Authentication
-from service.doors.exchange import OPEN_PATHS, ExchangeLayer
+from service.doors.exchange import OPEN_PATHS, Exchange, ExchangeLayer, record
 from service.lifecycle import Lifecycle
 from service.telemetry import Metrics
 
@@ -88,3 +89,23 @@ def test_nothing_that_only_looks_like_an_open_path_is_one(path: str) -> None:
     assert reached == ([path] if path in OPEN_PATHS else [])
     assert start["status"] == (200 if path in OPEN_PATHS else 401)
     assert asked(path, {b"x-api-key": KEY.encode()})[0] == [path]
+
+
+@pytest.mark.parametrize(
+    ("route", "status", "level"),
+    [
+        ("/readyz", 503, logging.INFO),
+        ("/v2/health/ready", 503, logging.INFO),
+        ("/readyz", 500, logging.WARNING),
+        ("/v1/attention", 503, logging.WARNING),
+        ("/v1/attention", 422, logging.INFO),
+    ],
+)
+def test_a_probe_that_is_told_no_is_no_fault(
+    route: str, status: int, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    exchange = Exchange({})
+    exchange.status = status
+    with caplog.at_level(logging.DEBUG, logger="attn.request"):
+        record(METRICS, "GET", route, exchange)
+    assert [entry.levelno for entry in caplog.records] == [level]
