@@ -72,6 +72,8 @@ class Files:
                     written.append(f"wrote {path}")
                 except OSError as error:
                     failed.append(f"cannot write {path}: {error.strerror or error}")
+                except (ArithmeticError, LookupError, ValueError) as error:
+                    failed.append(f"cannot write {path}: {error!r}")
         if failed:
             raise CommandError("; ".join(failed + written))
         return written

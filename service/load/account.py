@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from service.load.arrivals import ClosedLoop, OpenLoop
 from service.load.digits import is_carried
 from service.load.results import Ceiling, Checked, Distribution, Moment, StepResult
+from service.load.sending import CLIENT
 from service.load.worker import ANSWERED, BEHIND, TOO_MANY, Part, Sample, Step
 
 MAX_BINS = 60
@@ -114,8 +115,8 @@ class Account:
         was_sent = is_measured & was_made
         requests_s = float(is_in_time.sum() / duration_s)
         latencies = Distribution.of(latency[is_good])
-        is_open = isinstance(loop, OpenLoop)
-        latenesses = Distribution.of(lateness[was_sent] if is_open else _joined([np.zeros(0), *self._ticks]))
+        latenesses = Distribution.of(lateness[was_sent & isinstance(loop, OpenLoop)])
+        ticks = Distribution.of(_joined([np.zeros(0), *self._ticks]))
         rate_s = loop.rate_s if isinstance(loop, OpenLoop) else None
         share = None if ceiling is None else (requests_s if rate_s is None else rate_s) / ceiling.requests_s
         is_sent_in_time = (rows.sent >= from_s) & (rows.sent < end_s) & was_made
@@ -137,6 +138,7 @@ class Account:
             latency=latencies,
             service_time=Distribution.of((rows.done - rows.sent)[is_good]),
             lateness=latenesses,
+            ticks=ticks,
             errors=dict(kinds.most_common()),
             details={kind: self.details.get(kind, "") for kind, _ in kinds.most_common()},
             stages={name: Distribution.of(_joined(found) / 1e3) for name, found in self._stages.items()},
@@ -144,7 +146,7 @@ class Account:
             bin_s=self._bin_s,
             timeline=tuple(self._timeline(rows, from_s, end_s)),
             ceiling_share=share,
-            late=tuple(_late(loop, latencies, latenesses, kinds, share)),
+            late=tuple(_late(latencies, latenesses, ticks, kinds, share)),
             checked=checked,
         )
 
@@ -225,33 +227,36 @@ def _recent(parts: Sequence[_Rows]) -> tuple[list[Floats], list[Floats]]:
 
 
 def _late(
-    loop: OpenLoop | ClosedLoop,
-    latency: Distribution,
-    lateness: Distribution,
-    kinds: Mapping[str, int],
-    share: float | None,
+    latency: Distribution, lateness: Distribution, ticks: Distribution, kinds: Mapping[str, int], share: float | None
 ) -> Iterator[str]:
-    """Why the figures are not the service's alone."""
-    is_open = isinstance(loop, OpenLoop)
-    shares = LATE_SHARES if is_open else STOOD_STILL_SHARES
-    # A percentile that no answer lies beyond is the largest by another name, and is shown nowhere.
-    fewest = min(latency.count, lateness.count)
-    carried = [at for at in shares if fewest and (at == "max" or is_carried(fewest, float(at)))]
-    told = {at: (_told(lateness, at), _told(latency, at)) for at in carried}
-    spoiled = [at for at, (late, of) in told.items() if late > max(LATE_MS, shares[at] * of)]
-    if spoiled:
-        names = ", ".join(at if at == "max" else f"p{at}" for at in spoiled)
-        what = "the client was late for its planned sends" if is_open else "the client stood still"
-        worst = f"{lateness.p50_ms:.2f} ms at the median, {lateness.p99_ms:.2f} ms at p99, " if is_open else ""
-        yield f"{what}: by {worst}{lateness.max_ms:.2f} ms at most, which spoils {names}"
+    """Why the figures are not the service's alone. Sends are late in open loops alone; there they say all of it."""
+    if spoiled := _spoiled(latency, lateness, LATE_SHARES):
+        yield (
+            f"the client was late for its planned sends: by {lateness.p50_ms:.2f} ms at the median, "
+            f"{lateness.p99_ms:.2f} ms at p99, {lateness.max_ms:.2f} ms at most, which spoils {spoiled}"
+        )
+    elif not lateness.count and (spoiled := _spoiled(latency, ticks, STOOD_STILL_SHARES)):
+        yield f"the client stood still: by {ticks.max_ms:.2f} ms at most, which spoils {spoiled}"
     if kinds[TOO_MANY]:
         yield f"{kinds[TOO_MANY]} planned sends did not happen: --max-in-flight requests were under way"
     if kinds[BEHIND]:
         yield f"{kinds[BEHIND]} planned sends did not happen: the client was still behind at the end"
-    if any("in the client" in kind or "client's own" in kind for kind in kinds):
+    if any(kind.startswith(CLIENT) for kind in kinds):
         yield "some requests failed in the client itself"
     if share is not None and share > CEILING_SHARE:
-        yield f"the client was at {share:.0%} of its own ceiling, which it reached against a bare echo"
+        near = f"at {share:.0%} of its own ceiling" if share < 1 else "as fast as it can go"
+        yield f"the client was {near}, by what it reached against a bare echo"
+
+
+def _spoiled(latency: Distribution, held_up: Distribution, shares: Mapping[str, float]) -> str:
+    """The percentiles of latencies of which too large a share may be the client's; empty where there are none.
+
+    One that no answer lies beyond is the largest by another name, and is shown nowhere.
+    """
+    fewest = min(latency.count, held_up.count)
+    carried = [at for at in shares if fewest and (at == "max" or is_carried(fewest, float(at)))]
+    found = [at for at in carried if _told(held_up, at) > max(LATE_MS, shares[at] * _told(latency, at))]
+    return ", ".join(at if at == "max" else f"p{at}" for at in found)
 
 
 def _told(durations: Distribution, at: str) -> float:

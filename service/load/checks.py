@@ -59,28 +59,19 @@ class Checker:
         Where ``is_over`` comes true, the rest is left unchecked.
         """
         wrong: list[str] = []
-        nearest = ("", 0.0, 0.0)
+        closest = ("", 0.0, 0.0)
         same_bits, num_checked = True, 0
         for sample in samples:
             if is_over():
                 break
             num_checked += 1
-            shape = self.problems[sample.number].shape.text
-            try:
-                outputs = read_outputs(form, sample.content, dtype=self.dtype)
-            except ValueError as reason:
-                wrong.append(f"{shape}: the answer cannot be read: {reason}")
-                continue
-            faults, errors = self._expected_of(sample.number).held_against(outputs)
-            first = self._first.setdefault(sample.number, outputs)
-            if differing := [name for name in outputs if not _equal(outputs[name], first.get(name))]:
-                same_bits = False
-                faults.append(f"{', '.join(differing)} differ from an earlier answer to the same request")
-            wrong += [f"{shape}: {fault}" for fault in faults]
+            faults, errors, is_same = self._hold(form, sample)
+            same_bits = same_bits and is_same
+            wrong += [f"{self.problems[sample.number].shape.text}: {fault}" for fault in faults]
             for name, error, allowed in errors:
-                if math.isfinite(error) and (not nearest[0] or error / allowed > nearest[1] / nearest[2]):
-                    nearest = (name, error, allowed)
-        output, error, allowed = nearest
+                if math.isfinite(error) and (not closest[0] or error / allowed > closest[1] / closest[2]):
+                    closest = (name, error, allowed)
+        output, error, allowed = closest
         return Checked(
             answers=num_checked,
             wrong=tuple(wrong),
@@ -90,6 +81,19 @@ class Checker:
             same_bits=same_bits,
             only_compared=self._only_compared(),
         )
+
+    def _hold(self, form: str, sample: Sample) -> tuple[list[str], list[tuple[str, float, float]], bool]:
+        """What is wrong with one answer; its outputs' errors and what is allowed; whether its bits are the first's."""
+        try:
+            outputs = read_outputs(form, sample.content, dtype=self.dtype)
+        except ValueError as reason:
+            return [f"the answer cannot be read: {reason}"], [], True
+        faults, errors = self._expected_of(sample.number).held_against(outputs)
+        first = self._first.setdefault(sample.number, outputs)
+        differing = [name for name in outputs if not _equal(outputs[name], first.get(name))]
+        if differing:
+            faults.append(f"{', '.join(differing)} differ from an earlier answer to the same request")
+        return faults, errors, not differing
 
     def _only_compared(self) -> tuple[str, ...]:
         return tuple(sorted({name for expected in self._expected.values() for name in expected.unknown}))
@@ -179,6 +183,8 @@ class _Expected:
             keys = torch.from_numpy(array.copy())[:, :, self._rows]
             weights = self._exact["weights"]
             is_key = (keys >= 0) & (keys < weights.shape[-1])
+            if any(len(set(row[row >= 0].tolist())) < int((row >= 0).sum()) for row in keys.flatten(0, 2)):
+                return math.inf, allowed
             named = torch.where(is_key, weights.gather(-1, keys.clamp(0, weights.shape[-1] - 1)), 0.0)
             return _error(named, exact, self._sizes["weights"]), allowed
         # float64 holds every number of every dtype, and bfloat16 is none of torch's numpy.
@@ -275,8 +281,8 @@ def _equal(one: NDArray[Any], other: NDArray[Any] | None) -> bool:
     """Bit for bit, but that any NaN is as good as another: no text says which of them it is."""
     if other is None or one.shape != other.shape or one.dtype != other.dtype:
         return False
-    if one.tobytes() == other.tobytes():
-        return True
+    if one.tobytes() == other.tobytes() or one.dtype.kind not in "fV":
+        return one.tobytes() == other.tobytes()
     is_nan = np.isnan(one.astype(np.float64))
     return (
         np.array_equal(is_nan, np.isnan(other.astype(np.float64)))

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
 import grpc
+
+from service.load.processes import prepare_process
 
 _BUFFER_BYTES = 2**20
 _HEAD_END = b"\r\n\r\n"
@@ -23,9 +24,7 @@ _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 
 def serve_echo(connection: Connection, answers: Sequence[bytes], over_grpc: bool) -> None:
     """What the process runs, until ``connection`` closes: its port goes there. ``answers`` are whole, by number."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # Whoever started it decides when to stop.
-        signal.signal(number, signal.SIG_IGN)
+    prepare_process()
     serve = _serve_grpc if over_grpc else _serve_http
     with asyncio.Runner(loop_factory=_fastest_loop) as runner:
         runner.run(serve(connection, answers))

@@ -129,7 +129,7 @@ class StepResult:
     requests under way, the next sent as one is answered). Only requests planned in the ``duration_s`` behind ramp and
     warm-up count. ``latency`` runs from the planned send to the whole answer, ``service_time`` from the send as it
     happened; ``lateness`` is what lies between the two. In a closed loop no send is planned: the two are the same, and
-    ``lateness`` is how late a clock ticked in the client.
+    there is no lateness. ``ticks``: how late a clock ticked in the client, whatever held it up.
     ``stages``: the service's own times, by the names of Server-Timing. ``late`` says why the figures are not the
     service's alone; empty where they are. ``details``: of each kind of error, what the first one said.
     """
@@ -151,6 +151,7 @@ class StepResult:
     latency: Distribution
     service_time: Distribution
     lateness: Distribution
+    ticks: Distribution
     errors: Mapping[str, int]
     details: Mapping[str, str]
     stages: Mapping[str, Distribution]
@@ -214,7 +215,14 @@ def _check_step(step: StepResult) -> None:
     level = (step.rate_s, step.arrivals) if step.loop == "open" else (step.concurrency,)
     if step.loop not in ("open", "closed") or None in level:
         raise UnreadableResults("no results of this version's load test: a step without its level of load")
-    for found in (step.latency, step.service_time, step.lateness, *step.stages.values(), *step.shapes.values()):
+    for found in (
+        step.latency,
+        step.service_time,
+        step.lateness,
+        step.ticks,
+        *step.stages.values(),
+        *step.shapes.values(),
+    ):
         _check_distribution(found)
 
 

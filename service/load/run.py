@@ -164,6 +164,8 @@ class _Test:
                 )
                 found = account.ceiling(concurrency)
                 self._progress.end(found)
+                if account.details:
+                    self._progress.warn(f"requests to the echo failed: {', '.join(account.details)}")
                 if found is not None:
                     yield found
 
@@ -206,7 +208,14 @@ class _Test:
         is_over = (lambda: False) if self.was_cut else self._is_over
         with suppress(KeyboardInterrupt):
             for place, account in enumerate(accounts):
-                checks[place] = checker.check(account.step.form, account.samples, is_over=is_over)
+                try:
+                    checks[place] = checker.check(account.step.form, account.samples, is_over=is_over)
+                except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                    # What was measured is worth as much as it was, and nobody is to think that it was right.
+                    fault = f"could not be checked: {type(error).__name__}: {error}"
+                    checks[place] = Checked(
+                        answers=0, wrong=(fault,), output="", error=0.0, allowed=0.0, same_bits=True
+                    )
         return checks
 
     def _run(self, name: str, form: str, loop: OpenLoop | ClosedLoop, **times: Any) -> Account:
@@ -384,6 +393,7 @@ def _client(plan: LoadPlan) -> dict[str, str]:
         "machine": platform.node(),
         "times": f"{plan.ramp_s:g} s of ramp, {plan.warm_up_s:g} s of warm-up, {plan.duration_s:g} s measured",
         "limits": f"{plan.timeout_s:g} s for an answer, {plan.max_in_flight} requests under way",
+        "checks": f"{plan.num_checked} answers of each step",
     }
 
 

@@ -25,6 +25,8 @@ from service.credentials import CommandError, Credentials
 from service.load.payloads import Payload, server_times
 
 NO_ANSWER = "no answer in time"
+CLIENT = "client: "
+"""How kinds of failures begin that are the client's own."""
 _HEADERS = {"accept-encoding": "identity", "user-agent": "attn-load"}
 _ONE_CONNECTION = httpx.Limits(max_connections=1, max_keepalive_connections=1)
 
@@ -64,19 +66,13 @@ def make_sender(target: Target, *, grpc: bool) -> Sender:
 
 
 class HttpSender:
-    """HTTP/1.1 with connections kept alive, one for each request under way; the one used last is used next.
-
-    Each connection is a transport of its own: a pool of httpx looks at every connection for every request, which after
-    a stall of the service is more than a client can do, so that it would never recover.
-    """
+    """HTTP/1.1 with connections kept alive, one for each request under way."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
         tls = target.credentials.tls()
         # Made once: to read the authorities of a machine takes longer than most requests.
-        self._tls = tls if isinstance(tls, ssl.SSLContext) else httpx.create_ssl_context()
-        self._all: set[httpx.AsyncHTTPTransport] = set()
-        self._free: list[httpx.AsyncHTTPTransport] = []
+        self._connections = Connections(tls if isinstance(tls, ssl.SSLContext) else httpx.create_ssl_context())
         address = urlsplit(target.url)
         self._headers = {"host": address.netloc} | _HEADERS | target.credentials.headers()
         self._urls: dict[str, httpx.URL] = {}
@@ -84,32 +80,23 @@ class HttpSender:
         self._extensions = {"timeout": dict.fromkeys(("connect", "read", "write", "pool"))}
 
     async def send(self, payload: Payload) -> Outcome:
-        transport = self._free.pop() if self._free else self._connection()
+        connection = self._connections.take()
         try:
             async with asyncio.timeout(self._target.timeout_s):
-                outcome = await self._exchange(transport, payload)
+                outcome = await self._exchange(connection, payload)
         except TimeoutError:
             outcome = Outcome(NO_ANSWER)
         except httpx.RequestError as error:
             kind = _broken(error)
             outcome = Outcome(kind, detail=f"{kind}: {error}")
         else:
-            self._free.append(transport)
+            self._connections.give_back(connection)
             return outcome
-        # Whatever state its connection is in by now, nobody will meet it again.
-        self._all.discard(transport)
-        with suppress(httpx.RequestError, RuntimeError):
-            await transport.aclose()
+        await self._connections.drop(connection)
         return outcome
 
     async def close(self) -> None:
-        for transport in self._all:
-            await transport.aclose()
-
-    def _connection(self) -> httpx.AsyncHTTPTransport:
-        transport = httpx.AsyncHTTPTransport(verify=self._tls, limits=_ONE_CONNECTION)
-        self._all.add(transport)
-        return transport
+        await self._connections.close()
 
     async def _exchange(self, transport: httpx.AsyncHTTPTransport, payload: Payload) -> Outcome:
         url = self._urls.get(payload.path)
@@ -132,9 +119,44 @@ class HttpSender:
         headers = response.headers
         if response.status_code != httpx.codes.OK:
             return _refused(response.status_code, headers, content)
-        if (media_type := headers.get("content-type", "")) != payload.media_type:
+        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != payload.media_type:
             return Outcome(f"{media_type or 'nothing'} instead of {payload.media_type}")
         return Outcome(content=content, stages=calls.read_timing(headers.get("server-timing", "")), headers=headers)
+
+
+class Connections:
+    """Transports of one connection each; the one used last is used next.
+
+    A pool of httpx looks at every connection for every request, which after a stall of the service is more than a
+    client can do, so that it would never recover.
+    """
+
+    def __init__(self, tls: ssl.SSLContext) -> None:
+        self._tls = tls
+        self._all: set[httpx.AsyncHTTPTransport] = set()
+        self._free: list[httpx.AsyncHTTPTransport] = []
+
+    def take(self) -> httpx.AsyncHTTPTransport:
+        if self._free:
+            return self._free.pop()
+        transport = httpx.AsyncHTTPTransport(verify=self._tls, limits=_ONE_CONNECTION)
+        self._all.add(transport)
+        return transport
+
+    def give_back(self, transport: httpx.AsyncHTTPTransport) -> None:
+        """After a whole answer, and nothing else."""
+        self._free.append(transport)
+
+    async def drop(self, transport: httpx.AsyncHTTPTransport) -> None:
+        """In whatever state its connection is by now, nobody will meet it again."""
+        self._all.discard(transport)
+        with suppress(httpx.RequestError, RuntimeError):
+            await transport.aclose()
+
+    async def close(self) -> None:
+        for transport in tuple(self._all):
+            await self.drop(transport)
 
 
 class GrpcSender:
@@ -188,7 +210,7 @@ def _refused(status: int, headers: Mapping[str, str], content: bytes) -> Outcome
 
 def _broken(error: httpx.RequestError) -> str:
     if any(isinstance(cause, OSError) and cause.errno == errno.EMFILE for cause in _causes(error)):
-        return "no connection: too many open files in the client"
+        return f"{CLIENT}too many open files"
     if isinstance(error, httpx.ConnectError):
         return "no connection"
     return "an answer that is none" if isinstance(error, httpx.DecodingError) else "connection broken"

@@ -9,10 +9,8 @@ import asyncio
 import itertools
 import math
 import random as chance
-import resource
 import select
 import selectors
-import signal
 import sys
 import time
 from array import array
@@ -24,7 +22,8 @@ from typing import Any
 
 from service.load.arrivals import ClosedLoop, OpenLoop, planned_sends, starts
 from service.load.payloads import Payload
-from service.load.sending import Outcome, Sender, Target, make_sender
+from service.load.processes import prepare_process
+from service.load.sending import CLIENT, Outcome, Sender, Target, make_sender
 
 TOO_MANY, BEHIND = "not sent: too many under way", "not sent: the client was behind"
 ENDED = "no answer yet when it was ended"
@@ -131,17 +130,9 @@ def make_loop() -> asyncio.AbstractEventLoop:
     return asyncio.SelectorEventLoop(selector)
 
 
-def leave_signals() -> None:
-    """Whoever started this process decides when it stops: a signal to all of a group is for that one."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-
-
 def work(connection: Connection, job: Job) -> None:
     """What a client process runs: steps as they come over ``connection``, until it is closed or None comes."""
-    leave_signals()
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    prepare_process()
     # Where whoever started it is gone, there is nobody to tell.
     with suppress(BrokenPipeError, ConnectionResetError), asyncio.Runner(loop_factory=make_loop) as runner:
         runner.run(Worker(connection, job).run())
@@ -337,7 +328,7 @@ class Sending:
             raise
         except Exception as error:
             # Nothing that was sent is lost without a word, whatever an HTTP library makes of an answer.
-            outcome = Outcome(f"the client's own {type(error).__name__}", detail=str(error))
+            outcome = Outcome(f"{CLIENT}{type(error).__name__}", detail=str(error))
         self._add_after(planned_s, sent_s, payload, outcome)
         return not outcome.error
 

@@ -435,10 +435,14 @@ class Stub(BaseHTTPRequestHandler):
         pass
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 512
+
+
 @pytest.fixture
 def stub() -> Iterator[str]:
     Stub.count, Stub.script, Stub.answer = 0, ["good"], ANSWER
-    with ThreadingHTTPServer(("127.0.0.1", 0), Stub) as running:
+    with Server(("127.0.0.1", 0), Stub) as running:
         thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield f"http://127.0.0.1:{running.server_address[1]}"
@@ -496,7 +500,7 @@ def test_a_client_without_descriptors_says_that_it_is_the_client(stub: str) -> N
         timeout=60,
         check=False,
     )
-    assert "too many open files in the client" in process.stdout, process.stdout + process.stderr
+    assert "client: too many open files" in process.stdout, process.stdout + process.stderr
     assert "failed in the client itself" in process.stdout
 
 

@@ -108,6 +108,7 @@ def make_step(
         latency=Distribution.of(latency_s),
         service_time=Distribution.of(service_s),
         lateness=Distribution.of(waited_s if is_open else np.zeros(0)),
+        ticks=Distribution.of(np.array([0.0001, 0.0002])),
         errors=_errors(num_failed),
         details=dict.fromkeys(_errors(num_failed), "no more than that"),
         stages={name: Distribution.of(service_s * share) for name, share in STAGE_SHARES.items()},

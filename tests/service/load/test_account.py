@@ -150,8 +150,16 @@ def test_a_client_that_stood_still_in_a_closed_loop_is_told_of(longest_s: float,
     made = part(*[(at / 100, at / 100, at / 100 + 0.05, "") for at in range(200, 600)])
     made.ticks = array("d", [0.0001] * 300 + [longest_s])
     result = account(made, of=step(CLOSED)).result(ceiling=None, checked=None)
-    assert result is not None and result.lateness.max_ms == pytest.approx(longest_s * 1e3)
+    assert result is not None and result.ticks.max_ms == pytest.approx(longest_s * 1e3)
+    assert result.lateness.count == 0
     assert bool(result.late) == stood_still and (not stood_still or "stood still" in result.late[0])
+
+
+def test_a_client_that_stood_still_often_spoils_more_than_the_largest() -> None:
+    made = part(*[(at / 100, at / 100, at / 100 + 0.012, "") for at in range(200, 600)])
+    made.ticks = array("d", [0.0001] * 385 + [0.027] * 15)
+    result = account(made, of=step(CLOSED)).result(ceiling=None, checked=None)
+    assert result is not None and "spoils p99, max" in result.late[0]
 
 
 def test_what_failures_said_first_is_kept() -> None:

@@ -101,7 +101,12 @@ def test_right_answers_pass(shape: str, options: dict[str, Any], dtype: str) -> 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(
     ("shape", "options"),
-    [("1,1,40,1/1", {"causal": "lower_right"}), ("1,2,3/200,64", {"scale": 0.0}), ("1,1,1/1,1", {})],
+    [
+        ("1,1,40,1/1", {"causal": "lower_right"}),
+        ("1,2,3/200,64", {"scale": 0.0}),
+        ("1,1,1/1,1", {}),
+        ("1,1,1/2000,16", {}),
+    ],
 )
 def test_terms_that_cancel_raise_no_false_alarm(shape: str, options: dict[str, Any], dtype: str) -> None:
     for seed in range(100, 108):
@@ -172,6 +177,15 @@ def test_an_option_that_the_service_did_not_heed_is_found() -> None:
 def test_an_answer_without_anything_that_was_asked_is_wrong(form: str) -> None:
     empty = {"safetensors": b"\x02\0\0\0\0\0\0\0{}", "grpc": b"", "json": b'{"info": {}}', "base64": b'{"info": {}}'}
     assert not checker(problem(), {}).check(form, [Sample(0, empty[form])]).is_right
+
+
+def test_a_key_that_is_named_twice_is_wrong_where_weights_tie() -> None:
+    asked, options = problem("1,1,2/3,4"), {"scale": 0.0, "select": {"top_k": 2}}
+    outputs = answers(asked, options, ("top_weights",))
+    made = checker(asked, options, outputs=("top_weights",))
+    assert made.check("base64", [Sample(0, content(outputs))]).is_right
+    twice = outputs | {"top_keys": torch.ones_like(outputs["top_keys"])}
+    assert not made.check("base64", [Sample(0, content(twice))]).is_right
 
 
 def test_not_a_number_is_equal_to_another() -> None:
