@@ -65,6 +65,7 @@ function showSource() {
 }
 
 let addressTimer = null;
+let written = null;
 
 /** At once, but not for each step of a key that is held down: browsers count such changes. */
 function keepAddress() {
@@ -72,19 +73,22 @@ function keepAddress() {
   writeAddress();
   addressTimer = setTimeout(() => {
     addressTimer = null;
-    writeAddress();
+    // Another one has been entered since, and is about to be read.
+    if (location.hash === written) writeAddress();
   }, ADDRESS_PAUSE_MS);
 }
 
 /** `isNew`: a place of its own, to which Back comes from the next one. */
 function writeAddress({ isNew = false } = {}) {
   const fragment = `#${toFragment(readFields(), view)}`;
-  if (fragment === location.hash) return;
   try {
+    if (fragment === location.hash) return;
     if (isNew) history.pushState(null, "", fragment);
     else history.replaceState(null, "", fragment);
   } catch {
     note("This is too much for an address, or it changed too often: the address has an older state of the page.");
+  } finally {
+    written = location.hash;
   }
 }
 

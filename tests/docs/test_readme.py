@@ -16,7 +16,10 @@ from typer.testing import CliRunner
 
 from service.cli import app
 from service.settings import describe_settings
+from tests.support.fixtures import forgotten
 from tests.support.server import RunningServer
+
+__all__ = ["forgotten"]
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 ADDRESS = "http://127.0.0.1:8000"

@@ -246,6 +246,21 @@ def test_what_an_address_says_in_vain_is_told(tab: Playground, fragment: str, st
     assert tab.page.is_hidden("#address-note")
 
 
+def test_an_address_entered_right_after_an_edit_is_not_written_over(tab: Playground) -> None:
+    tab.fill("tokens", "a b")
+    # The page writes the address a while after an edit; a busy page comes to that and to the new address at once.
+    tab.page.evaluate("""() => {
+        document.querySelector("#tokens").value = "a b c";
+        document.querySelector("#tokens").dispatchEvent(new Event("input", {bubbles: true}));
+        location.hash = "tokens=mine+alone";
+        const end = performance.now() + 600;
+        while (performance.now() < end);
+    }""")
+    tab.page.wait_for_function("() => document.querySelector('#tokens').value === 'mine alone'")
+    tab.settle()
+    assert "tokens=mine+alone" in tab.page.url
+
+
 def test_back_returns_to_what_was_there_before_an_example(context: BrowserContext, server: RunningServer) -> None:
     shown = tab_of(context, server)
     shown.open("#tokens=mine+alone")

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
+from tests.support.fixtures import forgotten
 from tests.support.server import RunningServer
 
+__all__ = ["forgotten"]
+
 POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forgotten(client: httpx.Client) -> Iterator[None]:
-    """The server serves other tests as well: they find no layers that were put here."""
-    yield
-    for layer in client.get("/v1/layers").json()["layers"]:
-        assert client.delete(f"/v1/layers/{layer['name']}").status_code == 204
 
 
 @pytest.mark.parametrize(
