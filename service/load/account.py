@@ -16,9 +16,10 @@ from service.load.sending import CLIENT
 from service.load.worker import ANSWERED, BEHIND, TOO_MANY, Part, Sample, Step
 
 MAX_BINS = 60
-LATE_MS = 1.0
+LATE_MS, LATE_MAX_MS = 1.0, 10.0
 LATE_SHARES = {"50": 0.1, "90": 0.1, "95": 0.1, "99": 0.1, "99.9": 0.1, "max": 0.5}
-"""Sends are late where one of these is beyond a millisecond and such a share of the same of the latencies."""
+"""Sends are late where one of these is beyond a millisecond and such a share of the same of the latencies; a single one
+only where it is beyond ten."""
 STOOD_STILL_SHARES = {"90": 0.5, "95": 0.5, "99": 0.5, "99.9": 0.5, "max": 0.5}
 """The same of a clock of the client in a closed loop, where a busy client is always somewhat late."""
 CEILING_SHARE = 0.8
@@ -255,7 +256,8 @@ def _spoiled(latency: Distribution, held_up: Distribution, shares: Mapping[str, 
     """
     fewest = min(latency.count, held_up.count)
     carried = [at for at in shares if fewest and (at == "max" or is_carried(fewest, float(at)))]
-    found = [at for at in carried if _told(held_up, at) > max(LATE_MS, shares[at] * _told(latency, at))]
+    least = {at: LATE_MAX_MS if at == "max" else LATE_MS for at in carried}
+    found = [at for at in carried if _told(held_up, at) > max(least[at], shares[at] * _told(latency, at))]
     return ", ".join(at if at == "max" else f"p{at}" for at in found)
 
 

@@ -103,7 +103,7 @@ def run_load(plan: LoadPlan, progress: Progress, *, is_over: Callable[[], bool] 
     with _workers(plan, target, bodies, [problem.share for problem in problems]) as workers:
         test = _Test(plan, problems, bodies, workers, progress, is_over)
         ceilings = [ceiling for form in plan.forms for ceiling in test.ceilings(form, answers.pop(form))]
-        accounts = test.steps()
+        accounts = test.steps(ceilings)
     progress.say("checking answers")
     return Results(
         written=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -169,7 +169,7 @@ class _Test:
                 if found is not None:
                     yield found
 
-    def steps(self) -> list[Account]:
+    def steps(self, ceilings: Sequence[Ceiling]) -> list[Account]:
         plan, accounts = self._plan, []
         num_samples = -(-plan.num_checked // plan.num_processes)
         for form in plan.forms:
@@ -186,7 +186,7 @@ class _Test:
                     num_samples=num_samples,
                 )
                 accounts.append(account)
-                self._progress.end(account.result(ceiling=None, checked=None))
+                self._progress.end(account.result(ceiling=_fitting(account.step, ceilings), checked=None))
         return accounts
 
     def results(self, accounts: Sequence[Account], ceilings: Sequence[Ceiling]) -> Iterator[StepResult]:
