@@ -92,12 +92,17 @@ def _asked(results: Results) -> str:
         ("Shapes", ", ".join(results.shapes)),
         ("Options", _options(results.options) or "none"),
         ("Service", _members(results.service)),
-        ("Client", _members(results.client)),
+        ("Client", _members({name: said for name, said in results.client.items() if name not in _ROWS})),
         ("Time", _times(results.steps)),
+        *((row, results.client[name]) for name, row in _ROWS.items() if row and name in results.client),
         ("Seed", str(results.seed)),
         ("Written", results.written.replace("T", " ")),
     ]
     return section("What was asked", facts(known, code=frozenset({"Command", "Address"})))
+
+
+_ROWS = {"times": "", "limits": "Limits", "checks": "Checked"}
+"""What the client says that has a row of its own here; the times are those of the steps."""
 
 
 def _members(mapping: Mapping[str, str]) -> str:
