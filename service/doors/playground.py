@@ -12,8 +12,9 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from starlette.concurrency import run_in_threadpool
 
+from service.charts import plotly_file
 from service.doors.body import accepts_gzip, joined_headers
-from service.doors.playground_files import PAGE, PATHS, page_file, plotly_file
+from service.doors.playground_files import PAGE, PATHS, page_file
 from service.doors.serving import PiecesResponse
 
 POLICY = "; ".join(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import gzip
 import hashlib
-import importlib.util
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+
+from service.charts import plotly_file
 
 PAGE = "/playground"
 _OWN = Path(__file__).parents[1] / "playground_page"
@@ -50,17 +51,6 @@ class PageFile:
 
 
 _preparing = threading.Lock()
-
-
-def plotly_file() -> Path:
-    """plotly.js, from the wheel of plotly; the package itself is not imported, which would take a while.
-
-    Raises: ModuleNotFoundError.
-    """
-    spec = importlib.util.find_spec("plotly")
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("plotly is not installed: the playground takes plotly.min.js from its wheel")
-    return Path(spec.origin).parent / "package_data" / "plotly.min.js"
 
 
 def page_file(path: str) -> PageFile:

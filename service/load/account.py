@@ -58,11 +58,15 @@ class Account:
         self._ticks: list[Floats] = []
         self._in_flight: dict[int, int] = {}
         self._num_behind = 0
+        self._num_ended = self._num_answered = 0
         self.samples: list[Sample] = []
         self.details: dict[str, str] = {}
 
     def add(self, worker: int, part: Part) -> None:
-        self._parts.append(_Rows(part, [self._code(kind) for kind in part.kinds]))
+        rows = _Rows(part, [self._code(kind) for kind in part.kinds])
+        self._parts.append(rows)
+        self._num_ended += len(rows.done)
+        self._num_answered += int(rows.is_answer.sum())
         for name, durations in part.stages.items():
             self._stages.setdefault(name, []).append(np.array(durations))
         self._ticks.append(np.array(part.ticks))
@@ -80,14 +84,12 @@ class Account:
 
     def glance(self, at_s: float) -> Glance:
         """Of what came in the second before ``at_s``; the parts are a fraction of a second behind."""
-        answered = sum(int(rows.is_answer.sum()) for rows in self._parts)
-        total = sum(len(rows.done) for rows in self._parts)
         last = [rows for rows in self._parts[-64:] if len(rows.done) and rows.done[-1] > at_s - 1]
         latency, late = (_joined([np.zeros(0), *each]) for each in _recent(last))
         return Glance(
             at_s=at_s,
-            answered=answered,
-            failed=total - answered,
+            answered=self._num_answered,
+            failed=self._num_ended - self._num_answered,
             in_flight=sum(self._in_flight.values()),
             answered_s=len(latency) / min(1.0, max(at_s, 0.1)),
             p50_ms=_percentile(latency, 50),

@@ -20,12 +20,22 @@ class OpenLoop:
     rate_s: float
     arrivals: str
 
+    @property
+    def level(self) -> str:
+        """Such as "open, 200/s, poisson"."""
+        return f"open, {self.rate_s:g}/s, {self.arrivals}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedLoop:
     """``concurrency`` requests under way: the next is sent as one is answered."""
 
     concurrency: int
+
+    @property
+    def level(self) -> str:
+        """Such as "closed, 8 at once"."""
+        return f"closed, {self.concurrency} at once"
 
 
 def planned_sends(

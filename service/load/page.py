@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import html
 import importlib.resources
-import importlib.util
 import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from service.charts import plotly_file
 from service.load import digits, figures
 from service.load.caveats import CLOSED, FAILED, FEW, caveats, ceilings_said
 from service.load.comparison import RULE, Change, Pair, compare
@@ -69,12 +68,7 @@ def page(results: Results, before: Results | None = None) -> str:
 
 
 def _plotly() -> str:
-    """plotly.js, from the wheel of plotly; the package itself is not imported, which would take a while."""
-    spec = importlib.util.find_spec("plotly")
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("plotly is not installed: the report takes plotly.min.js from its wheel")
-    source = (Path(spec.origin).parent / "package_data" / "plotly.min.js").read_text("utf-8")
-    return source.replace("</script", "<\\/script")
+    return plotly_file().read_text("utf-8").replace("</script", "<\\/script")
 
 
 def _subtitle(results: Results) -> str:

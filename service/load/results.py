@@ -15,6 +15,8 @@ from hdrh.histogram import HdrHistogram
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
+from service.load.arrivals import ClosedLoop, OpenLoop
+
 PERCENTILES = (50.0, 75.0, 90.0, 95.0, 99.0, 99.9)
 _LEAST_US, _MOST_US, _DIGITS = 1, 3_600_000_000, 3
 
@@ -165,9 +167,10 @@ class StepResult:
     @property
     def level(self) -> str:
         """Such as "open, 200/s, poisson" or "closed, 8 at once"."""
-        if self.loop == "open":
-            return f"open, {self.rate_s:g}/s, {self.arrivals}"
-        return f"closed, {self.concurrency} at once"
+        if self.rate_s is not None and self.arrivals is not None:
+            return OpenLoop(rate_s=self.rate_s, arrivals=self.arrivals).level
+        assert self.concurrency is not None
+        return ClosedLoop(concurrency=self.concurrency).level
 
     @property
     def name(self) -> str:

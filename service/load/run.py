@@ -177,7 +177,7 @@ class _Test:
                 if self.was_cut:
                     continue
                 account = self._run(
-                    f"{form}, {_level(loop)}",
+                    f"{form}, {loop.level}",
                     form,
                     loop,
                     ramp_s=plan.ramp_s,
@@ -395,9 +395,3 @@ def _client(plan: LoadPlan) -> dict[str, str]:
         "limits": f"{plan.timeout_s:g} s for an answer, {plan.max_in_flight} requests under way",
         "checks": f"{plan.num_checked} answers of each step",
     }
-
-
-def _level(loop: OpenLoop | ClosedLoop) -> str:
-    if isinstance(loop, OpenLoop):
-        return f"open, {loop.rate_s:g}/s, {loop.arrivals}"
-    return f"closed, {loop.concurrency} at once"

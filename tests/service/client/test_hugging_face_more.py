@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from attn_core import Engine
-from service.client import AttentionClient
-from service.client.hugging_face import NotPassedOn, register_transformers
+from service.client.hugging_face import NotPassedOn
 from tests.service.client.test_hugging_face import (
     GROUPED,
     LENGTH,
@@ -23,28 +21,17 @@ from tests.service.client.test_hugging_face import (
     Listening,
     attend,
     by,
+    client,
     distance,
     llama,
     made,
     padding,
     tokens,
     transformers,
+    url,
 )
-from tests.support.in_process import service_in_process
 
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with service_in_process(Engine(device="cpu", max_threads=1)) as service:
-        yield service.url
-
-
-@pytest.fixture
-def client(url: str) -> Iterator[Listening]:
-    with AttentionClient(url) as own:
-        listening = Listening(own)
-        assert register_transformers(listening) == NAME
-        yield listening
+__all__ = ["client", "url"]
 
 
 def deepseek_v4() -> Any:
