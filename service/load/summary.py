@@ -136,7 +136,8 @@ def _show_errors(steps: Sequence[StepResult], console: Console) -> None:
         _print(console, "Failed requests", ("form", "load", "number", "kind"), rows, texts=2, last_text=True)
     told = {kind: detail for step in steps for kind, detail in step.details.items() if detail}
     for kind, detail in told.items():
-        console.print(Text(f"{kind}: {detail.splitlines()[0]}", "dim"))
+        said = detail.splitlines()[0]
+        console.print(Text(said if said.startswith(kind) else f"{kind}: {said}", "dim"))
 
 
 def _show_ceilings(results: Results, console: Console) -> None:
